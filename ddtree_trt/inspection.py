@@ -51,7 +51,7 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
 def _problem(directory: Path, manifest: Manifest) -> str | None:
     if not BACKENDS[manifest.backend].plans:
         return None
-    from ddtree_trt.runtime.engines.tensorrt.checks import check_machine
+    from ddtree_trt.runtime.engines.tensorrt.opening import check_machine
 
     try:
         check_machine(directory, manifest)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +17,6 @@ from typing import Any, BinaryIO
 from ddtree_trt.errors import EngineError, shown
 
 _START_S = 120.0  # for the process to finish its imports on a busy machine
-_PIPE_BYTES = 1 << 16
 _ERROR_BYTES = 4096  # read from the end of the stderr of a process that did not start
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 _PACKAGES = str(Path(__file__).resolve().parent.parent)
@@ -43,6 +40,10 @@ class WorkerProcess:
     Its first answer says that it is ready; one with "last" is its last. Thread-safe: requests wait for each other.
     """
 
+    _process: subprocess.Popen[bytes] | None
+    _errors: BinaryIO | None  # stderr of the process until it is ready
+    _ready: bool
+
     def __init__(self, module: str, argument: str, cannot: str, greeting: bytes = b"") -> None:
         """The process runs `main` of `module` with `argument`, and reads the line `greeting` before it is ready.
         `cannot`: the beginning of errors about the process itself."""
@@ -50,10 +51,7 @@ class WorkerProcess:
         self._argument = argument
         self._cannot = cannot
         self._greeting = greeting
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: BinaryIO | None = None  # stderr of the process until it is ready
-        self._ready = False
+        self._reset_after_fork()
 
     def start(self) -> None:
         """Start the process without waiting for it, so that the first request finds it ready."""
@@ -71,17 +69,7 @@ class WorkerProcess:
         Raises TimeoutError, after which the process is another, and EngineError where it cannot be started or ends.
         """
         with self._lock:
-            process = self._ready_process()
-            end = time.monotonic() + seconds
-            try:
-                _write(process, request, end)
-                line = self._read_line(process, end, most_bytes)
-            except BrokenPipeError:
-                line = b""
-            except BaseException:  # too late, or Ctrl-C: the pending answer must not be read by the next call
-                self._stop()
-                raise
-            return self._parse_answer(line)
+            return self._parse_answer(self._exchange(self._ready_process(), request, seconds, most_bytes))
 
     def close(self) -> None:
         """End the process."""
@@ -91,19 +79,40 @@ class WorkerProcess:
     def _ready_process(self) -> subprocess.Popen[bytes]:
         process = self._start()
         if not self._ready:
-            end = time.monotonic() + _START_S
             try:
-                if self._greeting:
-                    _write(process, self._greeting, end)
-                line = self._read_line(process, end, 1 << 16)
-            except BrokenPipeError:
-                line = b""
+                line = self._exchange(process, self._greeting, _START_S, 1 << 16)
             except TimeoutError:
-                self._stop()
                 raise EngineError(f"{self._cannot}: no process in {_START_S:g} s") from None
             self._parse_answer(line)
             self._ready = True
         return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, seconds: float, most_bytes: int) -> bytes:
+        """The line that follows a request; empty where the process has ended or wrote more than `most_bytes`. Raises
+        TimeoutError. A pending answer must not be read by the next call, so what ends this ends the process."""
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        killer = threading.Timer(seconds, end)
+        killer.daemon = True
+        killer.start()
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(request)
+                process.stdin.flush()
+            line = process.stdout.readline(most_bytes + 1)
+            if late.is_set():
+                raise TimeoutError
+        except BaseException:  # too late, or Ctrl-C
+            self._stop()
+            raise
+        finally:
+            killer.cancel()
+        return line if line.endswith(b"\n") else b""
 
     def _parse_answer(self, line: bytes) -> dict[str, Any]:
         """The process's answer. Where it is the last one, or missing, the next call starts another process."""
@@ -131,7 +140,6 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env={**os.environ, **_ONE_THREAD},
-                bufsize=0,
                 start_new_session=True,  # Ctrl-C in a terminal must reach this process only
             )
         except EngineError as error:
@@ -139,21 +147,7 @@ class WorkerProcess:
         except OSError as error:
             self._stop()
             raise EngineError(f"{self._cannot}: {command[0]} does not start: {error}") from error
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
         return self._process
-
-    def _read_line(self, process: subprocess.Popen[bytes], end: float, most: int) -> bytes:
-        """The process's next line; empty where it has ended or wrote more than `most` bytes. Raises TimeoutError."""
-        assert process.stdout is not None
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            _wait(process.stdout.fileno(), select.POLLIN, end)
-            chunk = os.read(process.stdout.fileno(), _PIPE_BYTES)
-            line += chunk
-            if not chunk or len(line) > most:
-                return b""
-        return bytes(line)
 
     def _last_error_line(self) -> str:
         """The last line that the process wrote to stderr."""
@@ -165,38 +159,22 @@ class WorkerProcess:
 
     def _stop(self) -> int | None:
         """Kill the process; returns its exit code."""
-        process, self._process, self._ready = self._process, None, False
-        if self._errors is not None:
-            self._errors.close()
-            self._errors = None
+        process, errors = self._process, self._errors
+        self._reset()
+        if errors is not None:
+            errors.close()
         if process is None:
             return None
         process.kill()
-        code = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        return code
+        with suppress(BrokenPipeError):
+            process.communicate()
+        return process.returncode
+
+    def _reset(self) -> None:
+        self._process = self._errors = None
+        self._ready = False
 
     def _reset_after_fork(self) -> None:
         """Drop the process in a forked child: it belongs to the parent."""
         self._lock = threading.Lock()
-        self._process = None
-        self._errors = None
-        self._ready = False
-
-
-def _write(process: subprocess.Popen[bytes], data: bytes, end: float) -> None:
-    assert process.stdin is not None
-    left = memoryview(data)
-    while left:
-        _wait(process.stdin.fileno(), select.POLLOUT, end)
-        left = left[os.write(process.stdin.fileno(), left[:_PIPE_BYTES]) :]
-
-
-def _wait(descriptor: int, event: int, end: float) -> None:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, 1000 * (end - time.monotonic()))):
-        raise TimeoutError
+        self._reset()

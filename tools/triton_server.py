@@ -113,22 +113,19 @@ class TritonServer:
 
     def stop(self) -> None:
         """SIGTERM, wait, clean up. Raises ServerFailed if it had died, does not stop, or ends with an error."""
-        if not self.alive:
-            code = self._process.returncode if self._process else None
-            trouble = self.trouble()
-            self.kill()
-            raise ServerFailed(f"the server died (code {code})\n{trouble}")
-        self.signal(signal.SIGTERM)
+        had_died, left = not self.alive, list[int]()
         try:
+            if not had_died:
+                self.signal(signal.SIGTERM)
             code = self.wait()
+            left = [] if had_died else self._left_running()
+            problem = f"died (code {code})" if had_died else f"stopped with code {code} and left the processes {left}"
         except subprocess.TimeoutExpired:
-            trouble = self.trouble()
-            self.kill()
-            raise ServerFailed(f"the server did not stop within {STOP_TIMEOUT_S:.0f} s\n{trouble}") from None
-        trouble, left = self.trouble(), self._left_running()
+            code, problem = -1, f"did not stop within {STOP_TIMEOUT_S:.0f} s"
+        trouble = self.trouble()
         self.kill()
-        if code != 0 or left:
-            raise ServerFailed(f"the server stopped with code {code} and left the processes {left}\n{trouble}")
+        if had_died or code != 0 or left:
+            raise ServerFailed(f"the server {problem}\n{trouble}")
 
     def signal(self, number: int) -> None:
         """Send the server a signal."""
@@ -175,16 +172,11 @@ class TritonServer:
         chosen = [n for n in chosen if "CudaDriverHelper" not in n]  # there is no GPU
         return "\n".join((chosen or lines)[-40:])
 
-    def processor_s(self) -> float:
-        """Processor seconds of the server and its models' processes so far."""
-        assert self._process is not None, "the server has not been started"
-        return sum(_processes_of_group(self._process.pid).values())
-
     def _left_running(self) -> list[int]:
         """Ids of models' processes that still run some time after the server has ended."""
         assert self._process is not None
         for _ in range(int(_LEAVING_TIMEOUT_S / _POLL_S)):
-            left = list(_processes_of_group(self._process.pid))
+            left = _processes_of_group(self._process.pid)
             if not left:
                 break
             time.sleep(_POLL_S)
@@ -242,14 +234,14 @@ class TritonServer:
         return command, environment
 
 
-def _processes_of_group(group: int) -> dict[int, float]:
-    """Processor seconds so far of each process of a group, by its id, without those that have ended (zombies)."""
-    found = {}
+def _processes_of_group(group: int) -> list[int]:
+    """Ids of the processes of a group, without those that have ended (zombies)."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended meanwhile
-            fields = path.read_text().rpartition(")")[2].split()  # from the third on
-            if int(fields[2]) == group and fields[0] != "Z":
-                found[int(path.parent.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                found.append(int(path.parent.name))
     return found
 
 

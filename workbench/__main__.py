@@ -6,7 +6,10 @@ import importlib
 import sys
 from pathlib import Path
 
-from ddtree_trt.errors import DDTreeError
+from ddtree_trt.errors import DDTreeError, install_with
+
+# Packages by the extra that has them.
+EXTRAS = {"datasets": "bench", "httpx": "bench", "llama_cpp": "peers", "matplotlib": "bench", "tensorrt_llm": "trtllm"}
 
 
 def names() -> dict[str, str]:
@@ -31,6 +34,9 @@ def main() -> None:
         importlib.import_module(f"workbench.{name.replace('-', '_')}").main()
     except DDTreeError as error:
         raise SystemExit(f"error: {error}") from error
+    except ModuleNotFoundError as error:
+        how = install_with(EXTRAS[error.name]) if error.name in EXTRAS else f"run: pip install {error.name}"
+        raise SystemExit(f"error: this needs the Python package {error.name}; {how}") from error
 
 
 if __name__ == "__main__":

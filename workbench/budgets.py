@@ -10,34 +10,32 @@ times are of whole requests, prompts included. A first repeat is not counted. Al
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import ddtree_trt
+from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.settings import TINY
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.core import EngineCore, open_core
 from ddtree_trt.runtime.params import SamplingParams
 
-PROMPTS = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
+Prompts = Sequence[BenchPrompt]
 BUDGETS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 
 
 def params(case: str, tokens: int) -> SamplingParams:
-    if case in ("ar", "auto"):
-        return SamplingParams(max_tokens=tokens, method="ar" if case == "ar" else "auto")
-    if case == "chain":
-        return SamplingParams(max_tokens=tokens, method="dflash")
-    return SamplingParams(max_tokens=tokens, tree_budget=int(case))
+    chosen: dict[str, dict[str, Any]] = {"ar": {"method": "ar"}, "chain": {"method": "dflash"}, "auto": {}}
+    return SamplingParams(max_tokens=tokens, **(chosen[case] if case in chosen else {"tree_budget": int(case)}))
 
 
-def run(core: EngineCore, prompts: Sequence[str], slots: int, case: str, tokens: int) -> tuple[float, list[list[int]]]:
+def run(core: EngineCore, prompts: Prompts, slots: int, case: str, tokens: int) -> tuple[float, list[list[int]]]:
     """(seconds, tokens of each answer) of all prompts, `slots` of them side by side."""
     core.scheduler.reset_prefix_cache()
-    requests = [core.maker.make([{"role": "user", "content": prompt}], params(case, tokens)) for prompt in prompts]
+    requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
     waiting, running = list(requests), list(requests[:0])
     start = time.perf_counter()
     while waiting or running:
@@ -52,7 +50,7 @@ def run(core: EngineCore, prompts: Sequence[str], slots: int, case: str, tokens:
     return seconds, [request.sequences[0].output for request in requests]
 
 
-def compare(core: EngineCore, prompts: Sequence[str], slots: int, tokens: int, repeats: int) -> dict[str, float]:
+def compare(core: EngineCore, prompts: Prompts, slots: int, tokens: int, repeats: int) -> dict[str, float]:
     """Tokens a second of each case over those of `ar`."""
     largest = core.engine.manifest.limits.max_tree_budget
     cases = ["ar", "chain", *(str(n) for n in BUDGETS if n <= largest), "auto"]
@@ -75,16 +73,14 @@ def compare(core: EngineCore, prompts: Sequence[str], slots: int, tokens: int, r
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON lines with a `prompt` each")
+    parser.add_argument("--prompts", default=TINY, help="as in ddtree-trt bench")
     parser.add_argument("--slots", default="1")
     parser.add_argument("--count", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    prompts = prompts[:: max(1, len(prompts) // args.count)][: args.count]
+    prompts = load_prompts([args.prompts], args.count)
     core = open_core(args.engine, threads=args.threads, device_rounds="off")
     try:
         if warning := busy_warning(os.getloadavg()[0], usable_cores()):
@@ -97,7 +93,7 @@ def main() -> None:
                 print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
             best = max(ratio for case, ratio in found.items() if case != "auto")
             figures = [f"{ratio:.2f}" for ratio in found.values()]
-            cells = [args.engine.name, args.prompts.stem, str(slots), *figures, f"{found['auto'] / best:.2f}"]
+            cells = [args.engine.name, prompts[0].source, str(slots), *figures, f"{found['auto'] / best:.2f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
     finally:
         core.close()

@@ -10,7 +10,6 @@ batch, and exits with 1 where anything differs. The engine is opened with `exact
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-import ddtree_trt
+from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.settings import TINY
 from ddtree_trt.runtime import sequence
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
@@ -30,7 +30,6 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 
-PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 BUDGETS = (1, 5, 16, 64, "auto")
 
 
@@ -96,17 +95,15 @@ def compare(llm: LLM, prompts: Sequence[Any], tokens: int, *, length: int, seed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="JSON lines with `prompt`")
-    parser.add_argument("--limit", type=int, default=40, help="prompts, evenly taken from the file")
+    parser.add_argument("--prompts", default=TINY, help="as in ddtree-trt bench")
+    parser.add_argument("--limit", type=int, default=40, help="prompts, evenly spaced")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--length", type=int, default=128, help="tokens of a completion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
-    texts = [json.loads(line)["prompt"] for line in options.prompts.read_text(encoding="utf-8").splitlines() if line]
-    texts = texts[:: max(1, len(texts) // options.limit)][: options.limit]
-    prompts = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [prompt.opening for prompt in load_prompts([options.prompts], options.limit)]
     sums = Sums()
     with LLM(options.engine, threads=options.threads, exact=options.exact) as llm:
         for sums in compare(llm, prompts, options.tokens, length=options.length, seed=options.seed):

@@ -26,34 +26,68 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
-import os
+import logging
 import platform
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
-try:
-    import tokenizers
-    import torch
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-except ImportError as error:
-    install = "python -m pip install torch==2.13.0 'transformers>=4.57' jinja2"
-    raise SystemExit(f"needs PyTorch and transformers, but: {error}. Install them with: {install}") from error
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from ddtree_trt.errors import DDTreeError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import DDTREE, DFLASH, METHODS
-from workbench.published import REPOSITORY, Published, adapted_libraries, commit_of, import_published
 
+REPOSITORY = "https://github.com/liranringel/ddtree"
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = ROOT / "ddtree_trt/assets/tiny"
 OUTPUT = ROOT / "tests/decoding/golden/ddtree_reference.json"
-SCHEMA_VERSION = 1
 PROMPTS = 10
 BUDGETS = (7, 16, 64)
 MAX_NEW_TOKENS = 128
 
 Record = dict[str, Any]
+
+
+def import_published(path: Path) -> tuple[ModuleType, ModuleType]:
+    """The modules `ddtree` and `dflash` of a checkout. Raises UsageError where it is none."""
+    if not (path / "ddtree.py").is_file():
+        raise UsageError(f"--reference: expected a checkout at {path}; get one with: git clone {REPOSITORY}")
+    stand_ins = {"loguru": ModuleType("loguru"), "datasets": ModuleType("datasets")}
+    vars(stand_ins["loguru"])["logger"] = logging.getLogger(__name__)
+    vars(stand_ins["datasets"]).update(dict.fromkeys(("load_dataset", "Features", "Sequence", "Value")))
+    sys.path.insert(0, str(path.resolve()))
+    for name in stand_ins:  # transformers must not find a `datasets` that is a stand-in
+        sys.modules[name], stand_ins[name] = stand_ins[name], sys.modules.get(name)  # type: ignore[assignment]
+    try:
+        return importlib.import_module("ddtree"), importlib.import_module("dflash")
+    finally:
+        sys.path.pop(0)
+        for name, before in stand_ins.items():
+            del sys.modules[name]
+            if before is not None:
+                sys.modules[name] = before
+
+
+def commit_of(path: Path) -> str:
+    """The checkout's commit. Raises UsageError where files differ from it."""
+    git = ["git", "-C", str(path)]
+    if changed := subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True):
+        raise UsageError(f"expected an unmodified checkout of {REPOSITORY} at {path}, found changes:\n{changed}")
+    return subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+
+
+def crop(cache: Any, length: int, native: Any = DynamicCache.crop) -> None:
+    """Keep the first `length` tokens, as before transformers 5, which takes the number of tokens to remove."""
+    if (excess := cache.get_seq_length() - length) > 0:
+        native(cache, -excess)
 
 
 def choose_prompts(path: Path) -> list[Record]:
@@ -70,12 +104,12 @@ def choose_prompts(path: Path) -> list[Record]:
 class Reference:
     """The pair under the published loops, in one precision, at temperature 0."""
 
-    def __init__(self, published: Published, pair: Path, dtype: torch.dtype) -> None:
-        self.ddtree, self.dflash = published.ddtree, published.dflash
+    def __init__(self, ddtree: ModuleType, dflash: ModuleType, dtype: torch.dtype) -> None:
+        self.ddtree, self.dflash = ddtree, dflash
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
-        self.tokenizer = AutoTokenizer.from_pretrained(pair / "tokenizer")
-        self.target = AutoModelForCausalLM.from_pretrained(pair / "target", **options).eval()
-        self.drafter = self.ddtree.DFlashDraftModel.from_pretrained(pair / "drafter", **options).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(PAIR / "tokenizer")
+        self.target = AutoModelForCausalLM.from_pretrained(PAIR / "target", **options).eval()
+        self.drafter = ddtree.DFlashDraftModel.from_pretrained(PAIR / "drafter", **options).eval()
 
     def encode(self, prompt: str) -> list[int]:
         message = [{"role": "user", "content": prompt}]
@@ -110,9 +144,9 @@ class Reference:
         return {"output_ids": output, "acceptance_lengths": lengths, "surplus": surplus, "stable": whole}
 
 
-def record(published: Published, pair: Path, prompts: list[Record]) -> tuple[Record, list[Record]]:
+def record(modules: tuple[ModuleType, ModuleType], prompts: list[Record]) -> tuple[Record, list[Record]]:
     """(settings, a trace for every prompt, method and budget). Adds token ids and greedy output to the prompts."""
-    single, double = (Reference(published, pair, dtype) for dtype in (torch.float32, torch.float64))
+    single, double = (Reference(*modules, dtype) for dtype in (torch.float32, torch.float64))
     block, eos = single.drafter.block_size, single.tokenizer.eos_token_id
     traces = []
     for index, row in enumerate(prompts):
@@ -121,9 +155,8 @@ def record(published: Published, pair: Path, prompts: list[Record]) -> tuple[Rec
         for method, budget in [(DFLASH.name, block - 1), *((DDTREE.name, budget) for budget in BUDGETS)]:
             trace = single.trace(ids, method, budget)
             if trace["output_ids"] != row["greedy_ids"]:
-                raise SystemExit(
-                    f"{method} at budget {budget} on {row['prompt']!r}: expected the greedy {row['greedy_ids']}, "
-                    f"found {trace['output_ids']}. If that is a near tie, choose other --prompts."
+                raise UsageError(
+                    f"{method} at budget {budget} on {row['prompt']!r} is not greedy; near tie? Choose others"
                 )
             trace["stable"] &= trace == double.trace(ids, method, budget)
             traces.append({"prompt": index, "method": method, "budget": budget} | trace)
@@ -141,52 +174,33 @@ def one_per_line(document: Record) -> str:
     return "{\n" + ",\n".join(f'  "{key}": {text(value)}' for key, value in document.items()) + "\n}\n"
 
 
-def report(traces: list[Record]) -> None:
-    print("mean acceptance length      published   not past the end   stable")
-    for method, budget in dict.fromkeys((t["method"], t["budget"]) for t in traces):
-        own = [t for t in traces if (t["method"], t["budget"]) == (method, budget)]
-        rounds, tokens = (sum(f(t["acceptance_lengths"]) for t in own) for f in (len, sum))
-        kept, stable = tokens - sum(t["surplus"] for t in own), sum(t["stable"] for t in own)
-        print(f"{method:7}{budget:4}{rounds:9} rounds{tokens / rounds:10.3f}{kept / rounds:19.3f}{stable:6}/{len(own)}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", type=Path, required=True, help=f"a checkout of {REPOSITORY}")
-    parser.add_argument("--pair", type=Path, default=PAIR, help="a folder with target, drafter and tokenizer")
-    parser.add_argument("--prompts", type=Path, help="JSON lines with `domain` and `prompt` (the pair's prompts.jsonl)")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    args.prompts = args.prompts or args.pair / "prompts.jsonl"
-    weights = [args.pair / name / "model.safetensors" for name in ("target", "drafter")]
-    if missing := [str(p) for p in (*weights, args.pair / "tokenizer", args.prompts) if not p.exists()]:
-        raise SystemExit(f"expected a pair and its prompts, found no {', '.join(missing)}")
-    try:
-        published, commit = import_published(args.reference), commit_of(args.reference)
-    except DDTreeError as error:
-        raise SystemExit(f"--reference: {error}") from error
-
+    modules, commit = import_published(args.reference), commit_of(args.reference)
     torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
     transformers.utils.logging.disable_progress_bar()
-    prompts = choose_prompts(args.prompts)
-    with adapted_libraries():
-        settings, traces = record(published, args.pair, prompts)
+    prompts = choose_prompts(PAIR / "prompts.jsonl")
+    with patch.object(DynamicCache, "crop", crop), patch.object(torch.cuda, "synchronize", lambda *_: None):
+        settings, traces = record(modules, prompts)
     command = "python -m workbench golden --reference ../ddtree"
-    for name, usual in {"pair": PAIR, "prompts": args.pair / "prompts.jsonl", "output": OUTPUT}.items():
-        if (path := getattr(args, name).resolve()) != usual.resolve():
-            command += f" --{name} {os.path.relpath(path, ROOT)}"
+    weights = [PAIR / name / "model.safetensors" for name in ("target", "drafter")]
     libraries = {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)}
     document = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 1,
         "about": "Traces of the published DDTree code. workbench/golden.py says what the fields count.",
         "regenerate": [f"git clone {REPOSITORY} ../ddtree", f"git -C ../ddtree checkout {commit}", command],
         "source": {"repository": REPOSITORY, "commit": commit},
         "versions": {"python": platform.python_version()} | libraries,
-        "sha256": {str(p.relative_to(args.pair)): hashlib.sha256(p.read_bytes()).hexdigest() for p in weights},
+        "sha256": {str(p.relative_to(PAIR)): hashlib.sha256(p.read_bytes()).hexdigest() for p in weights},
         "settings": settings,
         "prompts": prompts,
         "traces": traces,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(one_per_line(document), encoding="utf-8")
-    report(traces)
+    for method, budget in dict.fromkeys((t["method"], t["budget"]) for t in traces):
+        own = [t for t in traces if (t["method"], t["budget"]) == (method, budget)]
+        rounds, tokens = (sum(f(t["acceptance_lengths"]) for t in own) for f in (len, sum))
+        print(f"{method:7}{budget:4}{tokens / rounds:8.3f} tokens a round, {sum(t['stable'] for t in own)} stable")

@@ -15,7 +15,6 @@ and its size before its drafts are seen, as where rounds stay on a device.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.settings import TINY
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
@@ -212,8 +213,8 @@ def speeds(
     return {name: speed / found["ar"] for name, speed in found.items()}
 
 
-def record(directory: Path, prompts: Sequence[str], tokens: int) -> list[Text]:
-    """The target's greedy answers to chats of a prompt, and a block drafter's candidates at each of their tokens."""
+def record(directory: Path, prompts: Sequence[BenchPrompt], tokens: int) -> list[Text]:
+    """The target's greedy answers to prompts, and a block drafter's candidates at each of their tokens."""
     from ddtree_trt import LLM, SamplingParams
     from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
     from ddtree_trt.runtime.tree import compile_tree
@@ -222,7 +223,7 @@ def record(directory: Path, prompts: Sequence[str], tokens: int) -> list[Text]:
     with LLM(directory) as llm:
         engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
         params = SamplingParams(method="ar", max_tokens=tokens)
-        for output in llm.generate([[{"role": "user", "content": prompt}] for prompt in prompts], params):
+        for output in llm.generate([prompt.opening for prompt in prompts], params):
             said, prompt, rows = list(output.outputs[0].token_ids), np.array(output.prompt_token_ids), []
             engine.truncate(0, 0)
             for start in range(0, len(prompt), chunk):
@@ -258,7 +259,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recorder = commands.add_parser("record")
     recorder.add_argument("engine", type=Path)
-    recorder.add_argument("--prompts", type=Path, required=True, help="JSON lines with a `prompt` each")
+    recorder.add_argument("--prompts", default=TINY, help="as in ddtree-trt bench")
     recorder.add_argument("--count", type=int, default=15)
     recorder.add_argument("--tokens", type=int, default=160)
     recorder.add_argument("-o", "--output", type=Path, required=True)
@@ -270,11 +271,7 @@ def main() -> None:
     player.add_argument("--late", action="store_true")
     args = parser.parse_args()
     if args.command == "record":
-        lines = args.prompts.read_text(encoding="utf-8").splitlines()
-        prompts = [json.loads(line)["prompt"] for line in lines]
-        save(
-            record(args.engine, prompts[:: max(1, len(prompts) // args.count)][: args.count], args.tokens), args.output
-        )
+        save(record(args.engine, load_prompts([args.prompts], args.count), args.tokens), args.output)
         return
     heads = ["machine", "slots", "texts", "auto", "chain", *map(str, FIXED), "hindsight", "auto / best"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")

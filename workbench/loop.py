@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 
 import ddtree_trt
-from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime import scheduler as scheduling
@@ -38,6 +38,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.stats import StageClock
 from ddtree_trt.runtime.text.codec import TextCodec
+from workbench.manifests import bare_manifest
 
 TOKENIZER = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer"
 NODES = 32  # B
@@ -55,7 +56,7 @@ class IdleEngine:
     threads = 1
     buckets = None
     rounds = None
-    foresee = None
+    lookahead = None
     batches = False
 
     def __init__(self, slots: int) -> None:
@@ -112,7 +113,7 @@ class IdleEngine:
     def warm_up(self, progress: object = None) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def close(self) -> None:
@@ -120,27 +121,10 @@ class IdleEngine:
 
 
 def manifest(slots: int) -> Manifest:
-    identity = CheckpointIdentity("idle", "local", "")
     shape = (VOCAB, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, 1 << 20)
-    return Manifest(
-        schema_version=1,
-        product_version=ddtree_trt.__version__,
-        backend="onnxruntime",
-        precision="fp32",
-        name="idle",
-        target=identity,
-        drafter=identity,
-        drafter_kind="dflash",
-        target_dims=TransformerDims(*shape),
-        drafter_dims=DFlashDims(*shape, block_size=LENGTH + 1, mask_token_id=0, tap_layers=(), num_target_layers=1),
-        limits=Limits(max_seq_len=1 << 20, max_batch=slots),
-        stop_token_ids=(),
-        chat_template_args={},
-        toolchain={},
-        tensors={},
-        files={},
-        build_seconds=0.0,
-    )
+    drafter = DFlashDims(*shape, block_size=LENGTH + 1, mask_token_id=0, tap_layers=(), num_target_layers=1)
+    limits = Limits(max_seq_len=1 << 20, max_batch=slots)
+    return bare_manifest("idle", "onnxruntime", "fp32", TransformerDims(*shape), drafter, limits)
 
 
 def budgets() -> AutoBudgets:

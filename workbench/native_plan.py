@@ -26,15 +26,14 @@ from onnx import ModelProto
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
-from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
-from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
-from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, mend_attentions
+from ddtree_trt.build.backends.tensorrt.plans import drafter_sizes, profile, target_sizes
+from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, NativeGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.device.rtx_kinds import KINDS
-from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.device.gpus import KINDS
+from ddtree_trt.device.libraries import import_tensorrt
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import language_model_shapes
 from workbench.random_pair import SHAPES, PairShape
@@ -98,9 +97,9 @@ def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
     the builder's reasons."""
     trt = import_tensorrt(rtx=True)
     builder = EngineBuilder(trt, f"TensorRT for RTX {trt.__version__}", no_progress, gpus=[*KINDS])
-    sizes = covering(drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS))
+    sizes = drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS)
     attentions = [node.name for node in model.graph.node if node.op_type == ATTENTION]
     plan = path.with_suffix(".plan")
     finish = partial(mend_attentions, name=path.stem, attentions=attentions)
-    builder.build(path.stem, path, plan, [profile(model.graph.input, sizes)], finish)
+    builder.build(path.stem, path, plan, profile(model.graph.input, sizes), finish)
     return plan.stat().st_size

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import SCHEMA_VERSION, CheckpointIdentity, Limits, Manifest
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
@@ -21,9 +20,9 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS, TransformerDims
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
+from workbench.manifests import bare_manifest
 
 LOGIT_STD = 10.0
-_NO_CHECKPOINT = CheckpointIdentity("random", "random", "")
 
 
 @dataclass(frozen=True)
@@ -71,25 +70,7 @@ def random_torch_engine(
     name: str, shape: PairShape, precision: PrecisionName, limits: Limits, device: torch.device, seed: int = 0
 ) -> tuple[TorchEngine, dict[str, Tensor]]:
     """An engine of that shape, and its weights by the names of `weight_layout`."""
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        product_version=__version__,
-        backend="torch",
-        precision=precision,
-        name=f"random-{name}",
-        target=_NO_CHECKPOINT,
-        drafter=_NO_CHECKPOINT,
-        drafter_kind="dflash",
-        target_dims=shape.target,
-        drafter_dims=shape.drafter,
-        limits=limits,
-        stop_token_ids=(),
-        chat_template_args={},
-        toolchain={"torch": torch.__version__},
-        tensors={},
-        files={},
-        build_seconds=0.0,
-    )
+    manifest = bare_manifest(f"random-{name}", "torch", precision, shape.target, shape.drafter, limits)
     weights = _random_weights(shape, DTYPES[precision], device, seed)
     return TorchEngine(manifest, weights, device), weights
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.reading import Pattern
 
@@ -23,11 +24,8 @@ KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
 EXAMPLES = "examples.json"  # prompts that the engine answers well; not every engine has them
 PROFILE = "profile.json"  # measured latencies
 VERIFIED = "verified.json"  # that the files were checked, and what they were then
-OF_THIS_MACHINE = (
-    KERNEL_CACHE,
-    PROFILE,
-    VERIFIED,
-)  # added when an engine is opened; not in `files`: another machine has its own
+# Added when an engine is opened; not in a manifest's `files`: another machine has its own.
+OF_THIS_MACHINE = (KERNEL_CACHE, PROFILE, VERIFIED)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 ENGINES = Path("engines")  # where engines go, and are looked for, when no directory is named
@@ -52,6 +50,19 @@ def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None)
                 read += len(block)
                 report(read)
     return digest.hexdigest()
+
+
+def sha256_files(stage: str, paths: Sequence[Path], progress: Progress) -> Iterator[tuple[Path, int, str]]:
+    """Each file with its size and its sha256, as hex. Raises OSError."""
+    sizes = [path.stat().st_size for path in paths]
+    total, done = sum(sizes), 0
+    for path, size in zip(paths, sizes, strict=True):
+
+        def report(read: int, done: int = done) -> None:
+            progress(stage, done + read, total)
+
+        yield path, size, sha256_file(path, report=report)
+        done += size
 
 
 def newest_engine() -> Path:

@@ -10,19 +10,17 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.artifact.backends import BACKENDS, BackendName
 from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
-from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.decoder import Token, TransformerDims
+from ddtree_trt.models.decoder import POSITIONS, Token, TransformerDims
 from ddtree_trt.models.experts import expert_contradiction
 from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
@@ -32,10 +30,33 @@ AttentionName = Literal["plugin", "native"]
 LOCAL = "local"  # the revision of a checkpoint that came from a path the user named
 PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, this one or one that a preset names
 
+SLOTS = Between(1, 1024)
+BUDGETS = Between(1, 4096)
+CHUNK = Between(1, 1 << 16)
 _BYTES = Between(0, 1 << 62)
 _SECONDS = Between(0, 1e9)
 _TOKENS_PER_ROUND = Between(0, 1e6)
 _SHA256 = Pattern("[0-9a-f]{64}", "a sha256 in lower-case hex")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine was built for. These are the only defaults; the command line reads them from here."""
+
+    max_seq_len: Annotated[int, POSITIONS] = 2048  # prompt and output tokens of one slot
+    max_batch: Annotated[int, SLOTS] = 8  # slots
+    max_tree_budget: Annotated[int, BUDGETS] = 256  # B: tree nodes beside the root
+    prefill_chunk: Annotated[int, CHUNK] = 256  # prompt tokens per target pass
+
+    @property
+    def max_tokens_per_pass(self) -> int:
+        """Most tokens of one slot in one target pass."""
+        return max(1 + self.max_tree_budget, self.prefill_chunk)
+
+    @property
+    def cache_rows(self) -> int:
+        """S: rows of a slot's cache. One whole pass may be written past the last committed token."""
+        return self.max_seq_len + self.max_tokens_per_pass
 
 
 @dataclass(frozen=True)
@@ -122,22 +143,18 @@ def _source(where: str) -> Source:
 
 def _parse(data: Any, source: Source) -> Manifest:
     body = _body(data, source)
-    if body["schema_version"] != SCHEMA_VERSION:
+    if (version := body["schema_version"]) != SCHEMA_VERSION:
+        name = body.get("name")
+        usable = isinstance(name, str) and re.fullmatch(NAME.expression, name)  # can be copied into a command
         raise ArtifactError(
-            f"{source.where} has schema version {shown(body['schema_version'])}, this ddtree-trt reads version "
-            f"{SCHEMA_VERSION}; rebuild with: ddtree-trt build --target {_given_name(body)} --force"
+            f"{source.where} has schema version {shown(version)}, this ddtree-trt reads version {SCHEMA_VERSION}; "
+            f"rebuild with: ddtree-trt build --target {name if usable else 'NAME'} --force"
         )
     body.pop("digest", None)  # compared by verify_files, after everything that can say more exactly what is wrong
     manifest = read_record(Manifest, body, source, drafter_dims=dims_record(body.get("drafter_kind")))
     if (problem := _contradiction(manifest)) is not None:
         raise source.fault(problem)
     return manifest
-
-
-def _given_name(body: Mapping[str, Any]) -> str:
-    """The name in a manifest of another version, if it can be copied into a command."""
-    name = body.get("name")
-    return name if isinstance(name, str) and re.fullmatch(NAME.expression, name) else "NAME"
 
 
 def _body(data: Any, source: Source) -> dict[str, Any]:
@@ -187,18 +204,16 @@ def _no_engine(given: Path) -> str:
     build = f"ddtree-trt build --checkpoint {name} --drafter DRAFTER"
     if (given / "config.json").is_file() or (given.suffix == ".gguf" and given.is_file()):
         return f"{given} is a checkpoint, and an engine directory is expected; build one of it with: {build}"
-    if given.is_dir():
-        return f"{given} is not an engine directory: it has no {MANIFEST}; give one that ddtree-trt build wrote"
     if given.exists():
-        return f"{given} is a file, and an engine directory is expected; give one that ddtree-trt build wrote"
+        what = f"not an engine directory: it has no {MANIFEST}" if given.is_dir() else "a file"
+        what += "" if given.is_dir() else ", and an engine directory is expected"
+        return f"{given} is {what}; give one that ddtree-trt build wrote"
+    advice = f"one there with: ddtree-trt build --target tiny --output {name}"
     if given.parent == ENGINES and re.fullmatch(NAME.expression, given.name):
-        return f"no engine at {given}; build one with: ddtree-trt build --target {given.name}"
-    if HUB_ID.fullmatch(str(given)) and not given.parent.exists():
-        return (
-            f"no engine at {given}; of a model of the Hugging Face hub build one with: {build}, or of a pair that "
-            "ddtree-trt build --help lists with --target NAME"
-        )
-    return f"no engine at {given}; build one there with: ddtree-trt build --target tiny --output {name}"
+        advice = f"one with: ddtree-trt build --target {given.name}"
+    elif HUB_ID.fullmatch(str(given)) and not given.parent.exists():
+        advice = f"one of that model of the Hugging Face hub with: {build}"
+    return f"no engine at {given}; build {advice}"
 
 
 def load_manifest(directory: Path) -> Manifest:

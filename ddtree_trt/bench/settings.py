@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
+from ddtree_trt.errors import MAX_COUNT, UsageError
 from ddtree_trt.records import option
 from ddtree_trt.runtime.decoding.methods import AUTO, BASELINES, METHODS, resolve_method
 from ddtree_trt.runtime.options import EngineOptions
@@ -36,14 +36,8 @@ class BenchSettings(EngineOptions):
 
     engine: str = ""
     methods: tuple[str, ...] = ()  # besides the baselines; empty takes the method that `auto` is
-    budgets: tuple[Budget, ...] = (
-        "auto",
-        4,
-        8,
-        16,
-        32,
-        64,
-    )  # of methods that make trees; chains have their full length
+    # Of methods that make trees; chains have their full length.
+    budgets: tuple[Budget, ...] = ("auto", 4, 8, 16, 32, 64)
     prompts: tuple[str, ...] = (TINY,)  # JSON Lines files, or `tiny`
     limit: int | None = option(None, "Prompts per set, evenly spaced. Default: all.", within=(1, MAX_COUNT))
     max_tokens: int = option(256, "New tokens of a request.", within=(2, MAX_COUNT))
@@ -78,18 +72,10 @@ class BenchSettings(EngineOptions):
 class CheckSettings(EngineOptions):
     """Settings of `ddtree-trt check`."""
 
-    engine: str
+    engine: str = ""
     prompts: tuple[str, ...] = (TINY,)
-    limit: int = 12  # prompts per set, evenly spaced
-    max_tokens: int = 128
-    seeds: int = 24  # sampled requests per prompt, method and temperature; 0 skips the distribution test
+    limit: int = option(12, "Prompts per set, evenly spaced.", within=(1, MAX_COUNT))
+    max_tokens: int = option(128, "New tokens of a greedy request.", within=(1, MAX_COUNT))
+    seeds: int = option(24, "Sampled requests per prompt, method and temperature; 0 skips them.", within=(0, MAX_COUNT))
     sampled_prompts: int = 4
     sampled_tokens: int = 12
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("limit", "max_tokens", "sampled_prompts", "sampled_tokens"):
-            check_range(name, getattr(self, name), 1, MAX_COUNT)
-        check_range("seeds", self.seeds, 0, MAX_COUNT)
-        if not self.prompts:
-            raise UsageError("give at least one prompt set")

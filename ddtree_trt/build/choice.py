@@ -10,7 +10,7 @@ from ddtree_trt.artifact import backends
 from ddtree_trt.artifact.backends import BACKENDS, BEST_ON_GPUS, ONNXRUNTIME, Backend, BackendName
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
-from ddtree_trt.build.backends.tensorrt.machine import sm_for_values
+from ddtree_trt.build.backends.tensorrt.backend import sm_for_values
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.survey import CUDA, DRIVER, Survey

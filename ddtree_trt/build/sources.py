@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -11,8 +12,12 @@ from pathlib import Path
 from ddtree_trt.artifact.files import HUB_ID
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, engine_name, is_gguf
-from ddtree_trt.build.hub import PATTERNS, download
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import CheckpointError, MissingDependency
+
+# Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
+PATTERNS = ("*.json", "*.safetensors", "*.jinja")
+# The same weights once more, in other layouts: in folders, and as their makers had them before Hugging Face's layout.
+_UNUSED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,44 @@ def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> L
             return Located(source.directory, folder, PACKAGED)
         case InstalledSource():
             return Located(source.path, f"{source.distribution}/{source.file}", PACKAGED)
-        case HubSource(repository, revision):
-            snapshot = download(repository, revision, option, patterns, typed=source.typed)
+        case HubSource(repository):
+            snapshot = _download(source, option, patterns)
             return Located(snapshot, repository, snapshot.name)
+
+
+def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
+    """The local snapshot of a hub repository, with progress bars on a terminal; the directory's name is the commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        snapshot = snapshot_download(
+            source.repository, revision=source.revision, allow_patterns=list(patterns), ignore_patterns=_UNUSED
+        )
+    except Exception as error:  # network, proxy, disk, access: the hub's errors have no common base
+        reason = (str(error).strip().splitlines() or [""])[0]
+        name = f"{source.repository}, which is no path here," if source.typed else source.repository
+        raise CheckpointError(
+            f"cannot download {name} ({type(error).__name__}: {reason}); {_advice(error, source)}"
+            f"to use a local copy give {option} DIR"
+        ) from error
+    return Path(snapshot)
+
+
+def _advice(error: Exception, source: HubSource) -> str:
+    """What to do against an error, ending in "; or "; empty where only a local copy helps."""
+    from huggingface_hub import errors
+
+    log_in = "log in with: hf auth login"
+    # The first is one of the second.
+    if isinstance(error, errors.GatedRepoError):
+        return f"accept its terms on https://huggingface.co/{source.repository} and {log_in}; or "
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"check the name, and if the repository is private {log_in}; or "
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"it has no branch, tag or commit {source.revision!r}; or "
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "connect to the hub, which is needed once; or "
+    return ""

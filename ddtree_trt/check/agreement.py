@@ -12,10 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.methods import METHODS, Method
-from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine
 from ddtree_trt.runtime.tree import descend
 
@@ -90,36 +88,26 @@ class Agreement:
         return None
 
 
-def chain_method(manifest: Manifest) -> Method:
-    """The method that drafts one chain with the engine's drafter; a branching one where its kind has no other."""
-    able = [m for m in METHODS.values() if m.drafts and m.serves(manifest.drafter_kind)]
-    return min(able, key=lambda method: (method.branches, method.draws))
-
-
 def measure_agreement(engine: Engine, texts: Sequence[Text]) -> Agreement:
     """Draft a chain at the places of every text. Uses slot 0, and leaves it empty."""
-    method, length = chain_method(engine.manifest), engine.manifest.drafting.longest_draft
+    manifest = engine.manifest
+    able = [m for m in METHODS.values() if m.drafts and m.serves(manifest.drafter_kind)]
+    method = min(able, key=lambda each: (each.branches, each.draws))  # of one chain, where the drafter's kind has one
+    length, chunk = manifest.drafting.longest_draft, manifest.limits.prefill_chunk
     contexts, accepted, broken_drafts, broken_rows = list[int](), list[int](), 0, 0
     for text in texts:
         engine.truncate(0, 0)
         for place in text.places(length):
-            broken_rows += not _extend(engine, text.token_ids, place)
+            for start in range(engine.length(0), place, chunk):
+                piece = np.array(text.token_ids[start : min(start + chunk, place)], np.int64)
+                row = engine.prefill(0, piece, rows="last", taps=True).logits[-1]
+            broken_rows += not np.isfinite(row).all()
             matches = _matches(engine, method, text.token_ids[place:], length)
             contexts.append(place)
             accepted.append(matches or 0)
             broken_drafts += matches is None
     engine.truncate(0, 0)
     return Agreement(tuple(contexts), tuple(accepted), length, broken_drafts, broken_rows)
-
-
-def _extend(engine: Engine, token_ids: Sequence[int], end: int) -> bool:
-    """Commit the tokens up to `end`; returns whether the last row's logits are finite numbers."""
-    chunk, finite = engine.manifest.limits.prefill_chunk, True
-    for start in range(engine.length(0), end, chunk):
-        piece = np.array(token_ids[start : min(start + chunk, end)], np.int64)
-        verdict = engine.prefill(0, piece, rows="last", taps=True)
-        finite = bool(np.isfinite(verdict.logits[-1]).all())
-    return finite
 
 
 def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: int) -> int | None:
@@ -130,12 +118,11 @@ def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: i
     if any(np.isnan(values).any() for values in vars(draft.candidates).values()):
         return None
     try:
-        tree = method.propose(draft, TreePlan(length), _most_probable).tree
+        tree = method.propose(draft, length, _most_probable).tree
     except EngineError:
         return None
     tokens = iter(token_ids[1:])
-    path = descend(tree, lambda node: next(tokens, None))
-    return len(path) - 1
+    return len(descend(tree, lambda node: next(tokens, None))) - 1
 
 
 def _most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:

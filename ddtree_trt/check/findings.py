@@ -6,10 +6,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree_trt.check.drafting import DraftingFinding
+from ddtree_trt.check.agreement import Agreement
 from ddtree_trt.check.uniformity import FALSE_ALARM, UniformityTest
 
 TEMPERATURES = (1.0, 2.0)  # of the distribution test: at 1 a good model leaves little to chance
+
+LOW_TAU = 4.0  # of the chain: published block drafters have more on the texts they were trained for
+CHANCE = 0.2  # share of first drafted tokens accepted below which the drafter hardly sees its context
+CAUSES = (
+    "a missing chat template argument: published Qwen3 drafters are for chats without thinking "
+    "(--chat-template-arg enable_thinking=false)",
+    "wrong tapped layers: some configurations count a layer's input, some its output",
+    "a wrong mask token, or a drafter of another target",
+    "windows: sliding layers that run as full attention accept nothing past their window",
+    "half precision: hidden states above 65504 overflow in fp16",
+    "a drafter with little training, or prompts unlike those that it was trained on",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,49 @@ class TauFinding:
 
 
 @dataclass(frozen=True)
+class DraftingFinding:
+    """What a drafter's chains are worth, and why."""
+
+    agreement: Agreement
+    wiring: dict[str, str]  # what the engine was built with, to be compared with the drafter's config.json
+    low: bool  # whether few drafted tokens are accepted
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong for certain."""
+        a = self.agreement
+        broken = {"the target's logits": a.broken_rows, "the drafter's probabilities": a.broken_drafts}
+        return [
+            f"overflow: {what} are not numbers at {count} of {len(a.accepted)} places; rebuild with --precision bf16 "
+            "or fp32"
+            for what, count in broken.items()
+            if count
+        ]
+
+    @property
+    def hints(self) -> list[str]:
+        """What may be wrong, or is the nature of the drafter."""
+        past, first, found = self.agreement.fails_past, self.agreement.by_position[0], []
+        if past is not None:
+            found.append(
+                f"drafts fail past {past} tokens of context: a window that is ignored, or contexts longer than the "
+                "drafter was trained with"
+            )
+        if not self.faults and first < CHANCE:
+            found.append(
+                f"even first tokens are accepted at {first:.0%} of places only: a drafter of another target, or "
+                "tensors in wrong places"
+            )
+        if self.low and not (self.faults or found):
+            found += [f"usual cause: {cause}" for cause in CAUSES]
+        return found
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True)
 class CheckReport:
     """Everything `ddtree-trt check` prints."""
 
@@ -90,27 +145,30 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data with every verdict."""
-        body = dataclasses.asdict(self)
-        for name in ("greedy", "distribution", "tau"):
-            for row, finding in zip(body[name], getattr(self, name), strict=True):
-                row["passed"] = finding.passed
-        for row, finding in zip(body["greedy"], self.greedy, strict=True):
-            for item, difference in zip(row["differences"], finding.differences, strict=True):
-                item["explained"] = difference.explained
-        body["drafting"] |= {
-            **{name: getattr(self.drafting, name) for name in ("passed", "faults", "hints")},
-            "by_position": self.drafting.agreement.by_position,
-            "by_context": [dataclasses.asdict(each) for each in self.drafting.agreement.by_context],
-        }
-        return {"passed": self.passed, "false_alarm": FALSE_ALARM, **body}
+        return {"passed": self.passed, "false_alarm": FALSE_ALARM, **_with_verdicts(self)}
+
+
+def _with_verdicts(value: Any) -> Any:
+    """The fields of findings, and their properties: verdicts and what they are drawn from."""
+    if isinstance(value, tuple):
+        return [_with_verdicts(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {field.name: _with_verdicts(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    shown = [name for name, each in vars(type(value)).items() if isinstance(each, property)]
+    return found | {name: _with_verdicts(getattr(value, name)) for name in shown}
 
 
 def describe(report: CheckReport) -> list[str]:
     """The report in lines."""
+
+    def line(passed: bool, name: str, text: str) -> str:
+        return f"  {'ok  ' if passed else 'FAIL'}  {name:<16} {text}"
+
     lines = [f"{report.engine}, {report.precision}, {report.prompts} prompts", "", "greedy, against ar"]
     for g in report.greedy:
         same = g.prompts - len(g.differences)
-        lines.append(f"  {_mark(g.passed)}  {g.case:<16} {same}/{g.prompts} identical, τ {g.tau:.2f}")
+        lines.append(line(g.passed, g.case, f"{same}/{g.prompts} identical, τ {g.tau:.2f}"))
         for d in g.differences:
             gap = "one output ends earlier" if d.gap is None else f"logits {d.gap:.1e} apart"
             why = "a tie within rounding" if d.explained else f"rounding moves them by at most {d.rounding:.1e}"
@@ -120,28 +178,24 @@ def describe(report: CheckReport) -> list[str]:
         lines += ["", f"distribution at temperature {at} (chi-square; false alarm {FALSE_ALARM:g} per method)"]
     for s in report.distribution:
         t = s.test
-        lines.append(
-            f"  {_mark(s.passed)}  {s.case:<16} {t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, "
-            f"p = {t.p_value:.3g}"
-        )
+        figures = f"{t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, p = {t.p_value:.3g}"
+        lines.append(line(s.passed, s.case, figures))
     if report.tau:
         lines += ["", "golden τ (tokens per round)"]
     for f in report.tau:
         verdict = "" if f.judged else "; not judged, the range is for the shipped prompts"
-        lines.append(f"  {_mark(f.passed)}  {f.case:<16} {f.tau:.2f}, expected {f.low:g} to {f.high:g}{verdict}")
-    return [*lines, *_drafting(report.drafting), "", "passed" if report.passed else "FAILED"]
-
-
-def _drafting(found: DraftingFinding) -> list[str]:
-    a = found.agreement
-    lines = ["", f"drafter: its chains behind {len(a.accepted)} places of the greedy texts"]
+        lines.append(line(f.passed, f.case, f"{f.tau:.2f}, expected {f.low:g} to {f.high:g}{verdict}"))
+    found, a = report.drafting, report.drafting.agreement
     shares = " ".join(f"{share:.0%}" for share in a.by_position)
-    lines.append(f"  {_mark(found.passed)}  chain            τ {a.tau:.2f}; accepted up to position 1, 2, …: {shares}")
-    lines += [f"        contexts up to {b.longest} tokens: τ {1 + b.accepted:.2f}" for b in a.by_context]
-    lines.append("        wired: " + "; ".join(f"{name} {value}" for name, value in found.wiring.items()))
-    lines += [f"  FAIL  {fault}" for fault in found.faults]
-    return lines + [f"  note  {hint}" for hint in found.hints]
-
-
-def _mark(passed: bool) -> str:
-    return "ok  " if passed else "FAIL"
+    return [
+        *lines,
+        "",
+        f"drafter: its chains behind {len(a.accepted)} places of the greedy texts",
+        line(found.passed, "chain", f"τ {a.tau:.2f}; accepted up to position 1, 2, …: {shares}"),
+        *(f"        contexts up to {b.longest} tokens: τ {1 + b.accepted:.2f}" for b in a.by_context),
+        "        wired: " + "; ".join(f"{name} {value}" for name, value in found.wiring.items()),
+        *(f"  FAIL  {fault}" for fault in found.faults),
+        *(f"  note  {hint}" for hint in found.hints),
+        "",
+        "passed" if report.passed else "FAILED",
+    ]

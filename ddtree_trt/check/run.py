@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
-from ddtree_trt.check.agreement import Agreement, Text, measure_agreement
-from ddtree_trt.check.drafting import LOW_TAU, DraftingFinding, answers, wiring
+from ddtree_trt.check.agreement import Text, measure_agreement
 from ddtree_trt.check.findings import (
+    LOW_TAU,
     TEMPERATURES,
     CheckReport,
     Difference,
     DistributionFinding,
+    DraftingFinding,
     GreedyFinding,
     TauFinding,
 )
@@ -46,16 +47,24 @@ GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     with closing(Session(Path(settings.engine), settings)) as session:
-        prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
+        manifest, limits = session.manifest, session.manifest.limits
+        prompts = {p.id: session.codec.encode(p.opening) for p in load_prompts(settings.prompts, settings.limit)}
+        for name, ids in prompts.items():
+            if len(ids) + settings.max_tokens > limits.max_seq_len:
+                raise UsageError(
+                    f"prompt {name} has {len(ids)} tokens; with {settings.max_tokens} new ones it does not fit "
+                    f"max_seq_len {limits.max_seq_len}; lower --max-tokens or leave the prompt out"
+                )
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
         agreement = measure_agreement(session.engine, list(texts.values()))
-        cases = engine_cases(session.manifest, _with_golden(GREEDY_BUDGETS, session.manifest))
+        cases = engine_cases(manifest, list(dict.fromkeys([*GREEDY_BUDGETS, _golden_budget(manifest)])))
         if agreement.broken:  # what drafts cannot be decoded with
             cases = [case for case in cases if not METHODS[case.method].drafts]
         greedy = _check_greedy(session, texts, cases, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
-        tau = () if agreement.broken else _check_tau(session, greedy, settings)
-        manifest = session.manifest
+    tau = () if agreement.broken else _check_tau(manifest, greedy, settings)
+    judged = [finding.passed for finding in tau if finding.judged]
+    low = not all(judged) if judged else agreement.tau < LOW_TAU
     return CheckReport(
         engine=manifest.name,
         precision=manifest.precision,
@@ -63,26 +72,28 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
         greedy=greedy,
         distribution=distribution,
         tau=tau,
-        drafting=DraftingFinding(agreement, wiring(manifest), _is_low(agreement, tau)),
+        drafting=DraftingFinding(agreement, wiring(manifest), low),
     )
 
 
-def _is_low(agreement: Agreement, tau: Sequence[TauFinding]) -> bool:
-    """Whether τ is below the pair's range; where there is none for these prompts, below LOW_TAU."""
-    judged = [finding for finding in tau if finding.judged]
-    return not all(f.passed for f in judged) if judged else agreement.tau < LOW_TAU
+def answers(session: Session, prompts: Sequence[list[int]], max_tokens: int) -> list[Text]:
+    """The texts that the target makes of prompts, token by token."""
+    outputs = [_generate(session, ids, Case(AUTOREGRESSIVE.name), max_tokens, 0.0, 0) for ids in prompts]
+    return [Text((*ids, *o.outputs[0].token_ids), len(ids)) for ids, o in zip(prompts, outputs, strict=True)]
 
 
-def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSettings) -> dict[str, list[int]]:
-    """Token ids by prompt id."""
-    encoded = {p.id: session.codec.encode(p.opening) for p in prompts}
-    room = session.manifest.limits.max_seq_len - settings.max_tokens
-    if long := [p for p, ids in encoded.items() if len(ids) > room]:
-        raise UsageError(
-            f"prompt {long[0]} has {len(encoded[long[0]])} tokens; with {settings.max_tokens} new ones it does not fit "
-            f"max_seq_len {session.manifest.limits.max_seq_len}; lower --max-tokens or leave the prompt out"
-        )
-    return encoded
+def wiring(manifest: Manifest) -> dict[str, str]:
+    """What an engine was built with that its drafter depends on, to be compared with the drafter's config.json."""
+    kind = manifest.drafting
+    facts = {
+        "drafter": manifest.drafter.name,
+        "tapped layers": ", ".join(map(str, kind.tap_layers)),
+        "mask token": "" if kind.mask_token_id is None else str(kind.mask_token_id),
+        "block": "" if kind.block_size is None else str(kind.block_size),
+        "precision": manifest.precision,
+        "chat template arguments": ", ".join(f"{k}={v}" for k, v in manifest.chat_template_args.items()) or "none",
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
@@ -99,19 +110,15 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
     return sorted(cases, key=lambda case: case.method != AUTOREGRESSIVE.name)
 
 
-def _generate(session: Session, prompt: list[int], case: Case, params: SamplingParams) -> RequestOutput:
+def _generate(
+    session: Session, prompt: list[int], case: Case, max_tokens: int, temperature: float, seed: int
+) -> RequestOutput:
     """The output of a request decoded on the device or the host as the case says, whatever `auto` would choose."""
-    return session.generate(prompt, params, device_rounds="on" if case.device else "off")[0]
-
-
-def _params(case: Case, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        method=case.method,
-        tree_budget="auto" if case.budget is None else case.budget,
+    budget = "auto" if case.budget is None else case.budget
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, method=case.method, tree_budget=budget
     )
+    return session.generate(prompt, params, device_rounds="on" if case.device else "off")[0]
 
 
 def _check_greedy(
@@ -124,7 +131,7 @@ def _check_greedy(
         differences, taus, lengths = [], [], []
         for name, text in texts.items():
             ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
-            output = _generate(session, ids, case, _params(case, settings.max_tokens, 0.0, 0))
+            output = _generate(session, ids, case, settings.max_tokens, 0.0, 0)
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
             lengths += output.metrics.acceptance_lengths
@@ -137,26 +144,20 @@ def _check_greedy(
     return tuple(findings)
 
 
-def _with_golden(budgets: Sequence[Budget], manifest: Manifest) -> list[Budget]:
-    return list(dict.fromkeys([*budgets, _golden_budget(manifest)]))
-
-
 def _golden_budget(manifest: Manifest) -> int:
     return min(GOLDEN_BUDGET, manifest.limits.max_tree_budget)
 
 
 def _explain(session: Session, name: str, prompt: list[int], expected: list[int], found: list[int]) -> Difference:
-    pairs = zip(expected, found, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
-    row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
-    exact = session.engine.foresee is not None
+    pairs = list(zip(expected, found, strict=False))
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    # Of equal tokens that are not the first to differ one output has ended: the row is of the longer one.
+    row = target_logits(session, prompt, max(expected, found, key=len)[: position + 1])[position]
+    exact = session.engine.lookahead is not None
     rounding = 0.0 if exact else PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
-    if position >= min(len(expected), len(found)):
-        a = expected[position] if position < len(expected) else None
-        b = found[position] if position < len(found) else None
-        return Difference(name, position, a, b, None, rounding)
-    gap = float(row.max() - min(row[expected[position]], row[found[position]]))
-    return Difference(name, position, expected[position], found[position], gap, rounding)
+    a, b = (next(iter(tokens[position : position + 1]), None) for tokens in (expected, found))
+    gap = None if a is None or b is None else float(row.max() - min(row[a], row[b]))
+    return Difference(name, position, a, b, gap, rounding)
 
 
 def target_logits(session: Session, prompt: list[int], output: Sequence[int]) -> NDArray[np.float32]:
@@ -189,7 +190,7 @@ def _check_distribution(
             for j, ids in enumerate(chosen):
                 for temperature in TEMPERATURES:
                     seed = (number * settings.seeds + i) * len(chosen) + j
-                    output = _generate(session, ids, case, _params(case, settings.sampled_tokens, temperature, seed))
+                    output = _generate(session, ids, case, settings.sampled_tokens, temperature, seed)
                     tokens = output.outputs[0].token_ids
                     rows = target_logits(session, ids, tokens)
                     found = [place_in_distribution(*pair, temperature, rng) for pair in zip(rows, tokens, strict=True)]
@@ -199,11 +200,11 @@ def _check_distribution(
     return tuple(findings)
 
 
-def _check_tau(session: Session, greedy: Sequence[GreedyFinding], settings: CheckSettings) -> tuple[TauFinding, ...]:
+def _check_tau(manifest: Manifest, greedy: Sequence[GreedyFinding], settings: CheckSettings) -> tuple[TauFinding, ...]:
     judged = set(settings.prompts) == {TINY}
     findings = []
-    for method, (low, high) in session.manifest.golden_tau.items():
-        case = Case(method, _golden_budget(session.manifest) if METHODS[method].branches else None)
+    for method, (low, high) in manifest.golden_tau.items():
+        case = Case(method, _golden_budget(manifest) if METHODS[method].branches else None)
         tau = next(f.tau for f in greedy if f.case == case.label)
         findings.append(TauFinding(case.label, tau, low, high, judged))
     return tuple(findings)

@@ -16,7 +16,6 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
 from ddtree_trt.commands.options.common import NewestByDefault
 from ddtree_trt.commands.options.records import with_options
-from ddtree_trt.commands.options.sampling import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.options import EngineOptions
@@ -34,7 +33,6 @@ class RunCommand(TyperCommand):
         return super().parse_args(ctx, numbered)
 
 
-@with_sampling_options
 @with_options()
 def run(
     engine_dir: NewestByDefault = None,
@@ -65,11 +63,11 @@ def run(
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
-    from ddtree_trt.terminal import examples as shown
-
     if list_examples:
+        from ddtree_trt.terminal.console import print_examples
+
         load_manifest(directory)  # refuses what is no engine
-        shown.print_examples(required_examples(directory))
+        print_examples(required_examples(directory))
         return
     text = _prompt(directory, prompt, prompt_file, example)
     json = json or pretty
@@ -102,7 +100,10 @@ def run(
         if text is None:
             chat.Chat(llm, params, system, arguments, examples).converse()
             return
-        request: Any = text if raw or not llm.tokenizer.chat_template else console.messages(text, system)
+        request: Any = text
+        if not raw and llm.tokenizer.chat_template:
+            head = [{"role": "system", "content": system}] if system else []
+            request = [*head, {"role": "user", "content": text}]
         if arguments:
             request = llm.codec.encode(request, arguments)
         if compare:
@@ -113,7 +114,7 @@ def run(
             for _ in console.stream(llm, request, params, show_tree=show_tree):
                 pass  # it prints
         if not (json or raw):
-            shown.hint_if_far(text, examples, llm.codec)
+            console.hint_if_far(text, examples, llm.codec)
 
 
 def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:
@@ -121,7 +122,7 @@ def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int
     if prompt is not None and file is not None:
         raise UsageError("give --prompt or --prompt-file, not both")
     if example is not None:
-        from ddtree_trt.terminal.examples import print_question
+        from ddtree_trt.terminal.console import print_question
 
         text = required_examples(directory).prompt(example)
         if prompt is not None or file is not None:

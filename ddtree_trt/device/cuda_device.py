@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.device.buffers import aligned
-from ddtree_trt.device.cuda_calls import call
+from ddtree_trt.device.libraries import call
 from ddtree_trt.errors import EngineError
 
 

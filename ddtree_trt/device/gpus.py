@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddtree_trt.artifact.backends import Place
+from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, TORCH, Place
 
 _GPU_QUERY = "name,driver_version,memory.total,compute_cap"
 _GPU_TIMEOUT_S = 20
@@ -85,3 +86,11 @@ def available_bytes(place: Place, gpus: tuple[Gpu, ...]) -> int | None:
     if gpus and place != "host":
         return gpus[0].memory_bytes
     return None if place == "GPU" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+KINDS: Mapping[str, int] = {f"sm{sm}": sm for sm in TENSORRT_RTX.sms}  # name → compute capability, times 10
+# Kinds that exist and are not served: what they lack, and what serves them. Data-centre GPUs are TensorRT's own;
+# Turing's kernels have neither bf16 nor the float32 product of a head, though TensorRT for RTX knows it.
+_TENSORRT = f"is a data-centre GPU, which {TENSORRT_RTX.title} does not serve; use --backend {TENSORRT.name}"
+_TORCH = f"is too old for the engine's products in bf16 and float32; use --backend {TORCH.name}"
+UNSERVED: Mapping[str, str] = {"sm75": _TORCH, **dict.fromkeys(("sm90", "sm100", "sm103"), _TENSORRT)}

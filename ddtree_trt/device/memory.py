@@ -15,8 +15,15 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BACKENDS, Backend, BackendName, Place
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
-from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
+from ddtree_trt.device.buffers import (
+    FLOAT_BYTES,
+    NOT_COUNTED_AS_BUFFERS,
+    buckets,
+    captured_passes,
+    context_steps,
+    pass_rows,
+    tensorrt_buffers,
+)
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
 from ddtree_trt.models.decoder import TransformerDims

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from ddtree_trt.artifact import backends
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_of_driver
 from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus, visible_gpus
-from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.device.libraries import cuda_bindings, cuda_of_driver, import_tensorrt
 from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.plugins import library
 

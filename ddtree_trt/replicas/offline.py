@@ -19,16 +19,25 @@ from typing import Any
 from ddtree_trt.artifact.files import MANIFEST, sha256_file
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.errors import MAX_COUNT, DDTreeError, EngineError, UsageError, check_range
+from ddtree_trt.errors import MAX_COUNT, DDTreeError, EngineError, UsageError, check_range, shown
 from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.replicas.requests import OfflineRequest, read_requests
 from ddtree_trt.runtime.params import MAX_SEED
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
 
 Row = dict[str, Any]  # an answer as a line of OpenAI's batch output
-Ask = Callable[[OfflineRequest], "Future[Row]"]  # begins a request
+Ask = Callable[["OfflineRequest"], "Future[Row]"]  # begins a request
+_URLS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}  # by the field that only this body has
 _REQUESTS_PER_SLOT = 2  # under way at a time, so that the next is there when one ends
+
+
+@dataclass(frozen=True)
+class OfflineRequest:
+    """One line of a file of requests."""
+
+    custom_id: str  # what the answer is found by
+    url: str
+    body: str  # JSON
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,65 @@ def map_prompts(
                     answers.append(row)
                     progress("requests", len(answers.places), len(requests))
         return answers.finish([request.custom_id for request in requests], resumed)
+
+
+def read_requests(path: Path, seed: int) -> list[OfflineRequest]:
+    """The requests of a file.
+
+    A line is a line of OpenAI's batch files (`custom_id`, `url`, `body`), or a body alone: an object with `messages` or
+    `prompt`, and `custom_id` if wanted, which else is the line's number. A body without a seed gets one that follows
+    from `seed` and the line's number, so that an answer depends neither on the others nor on where it is computed.
+
+    Raises UsageError that names the first line that is no request.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    requests: dict[str, OfflineRequest] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            request = _request(line, number, seed)
+            if request.custom_id in requests:
+                raise UsageError(f"custom_id {shown(request.custom_id)} is that of an earlier line, too")
+        except UsageError as error:
+            raise UsageError(f"{path}, line {number}: {error}") from error
+        requests[request.custom_id] = request
+    if not requests:
+        raise UsageError(f"{path} has no requests; give one JSON object per line")
+    return list(requests.values())
+
+
+def _request(line: str, number: int, seed: int) -> OfflineRequest:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise UsageError(f"a JSON object is expected, not {shown(row)}")
+    custom_id = row.pop("custom_id", str(number))
+    if not isinstance(custom_id, str):
+        raise UsageError(f"custom_id must be a text, not {shown(custom_id)}")
+    body: Any = row.get("body", row)
+    if not isinstance(body, dict):
+        raise UsageError(f"body must be an object, not {shown(body)}")
+    if body is not row:
+        url = str(row.get("url"))
+        if url not in _URLS.values():
+            raise UsageError(f"url must be {' or '.join(_URLS.values())}, not {shown(row.get('url'))}")
+    else:
+        fields = [field for field in _URLS if field in body]
+        if len(fields) != 1:
+            either = " or ".join(_URLS)
+            raise UsageError(f"either {either}, or a body with a url is expected; the object has {shown([*row])}")
+        url = _URLS[fields[0]]
+    if body.get("stream"):
+        raise UsageError("stream cannot be had in a file; leave it out")
+    if body.get("seed") is None:
+        body["seed"] = int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4], "big")
+    return OfflineRequest(custom_id, url, json.dumps(body))
 
 
 def _spread(starting: dict[Future[Any], Ask], todo: Sequence[OfflineRequest], each: int) -> Iterator[Row]:

@@ -52,7 +52,8 @@ class AsyncLLM:
 
     Args:
         engine_dir: directory written by `ddtree-trt build`.
-        options, progress, fields: as for LLM.
+        options: as for LLM, whose fields may be given one by one, too.
+        progress: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
         on_finished: called on the worker thread with every request that ended, for whatever reason; it must be quick.
             Its exceptions are logged and ignored.

@@ -42,7 +42,6 @@ class EngineCore:
         """`directory`: that of the engine, which gets what rounds have shown of its costs; None for one without."""
         self.engine = engine
         self.codec = codec
-        self._budgets = budgets
         self.maker = RequestMaker(engine, codec, budgets, device_rounds=options.device_rounds)
         self.scheduler = Scheduler(engine, profile=options.exact_stage_times)
         # Also where nobody closes the core, when it or the process ends.
@@ -56,12 +55,6 @@ class EngineCore:
     @cached_property
     def chat_format(self) -> ChatFormat:
         return ChatFormat(self.codec)
-
-    def with_engine(self, engine: Engine) -> EngineCore:
-        """A core over another engine, with this one's codec and budgets and the defaults of all other options. What its
-        rounds take says nothing about this engine: costs are not saved from now on."""
-        self._save.detach()
-        return EngineCore(engine, self.codec, self._budgets)
 
     def add(self, request: Request) -> None:
         """Hand a request to the scheduler, except for sequences that were cancelled before."""

@@ -40,7 +40,7 @@ class Scheduler:
         self.prefilling: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = [_Slot() for _ in range(engine.manifest.limits.max_batch)]
-        self.clock = StageClock(engine.settle if profile else None)
+        self.clock = StageClock(engine.synchronize if profile else None)
         self._steps = 0
 
     @property

@@ -19,11 +19,10 @@ _ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND
 class StageClock:
     """Seconds spent in each stage since the last `take`. Stages do not nest."""
 
-    def __init__(self, settle: Callable[[], None] | None = None) -> None:
-        """`settle` waits until the engine's device is idle; it is called at the end of each of the engine's stages to
-        make their times exact. Without it, work that a stage leaves on the device is timed in the next stage that
-        waits."""
-        self._settle = settle
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        """`synchronize` waits until the engine's device is idle, after each of the engine's stages: so their times are
+        exact. Without it, work that a stage leaves on the device is timed in the next stage that waits."""
+        self._synchronize = synchronize
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._stage = ""
         self._start = 0.0
@@ -37,8 +36,8 @@ class StageClock:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
-            if kind is None and self._settle is not None and self._stage in _ENGINE_STAGES:
-                self._settle()
+            if kind is None and self._synchronize is not None and self._stage in _ENGINE_STAGES:
+                self._synchronize()
         finally:
             self.seconds[self._stage] += time.perf_counter() - self._start
 

@@ -116,7 +116,7 @@ def spine_first(tree: DraftTree) -> DraftTree:
     return DraftTree(tree.token_ids[nodes], tree.depths[nodes], moved, tree.log_weights[nodes])
 
 
-def behind(token_ids: Sequence[int], tree: DraftTree) -> DraftTree:
+def prepend_chain(token_ids: Sequence[int], tree: DraftTree) -> DraftTree:
     """A chain of tokens [k] below the root, and the tree below the chain's last one."""
     k = len(token_ids)
     if not k:

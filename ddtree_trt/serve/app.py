@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -25,7 +26,7 @@ from ddtree_trt.serve import errors, request_log
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
-from ddtree_trt.serve.openai.body import read, request_schemas
+from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.openai.chat import chat
 from ddtree_trt.serve.openai.completions import complete
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -35,6 +36,7 @@ from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
 MetricsPage = Callable[[str], Awaitable[tuple[bytes, str]]]  # page and content type, by the header Accept
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 def open_app(
@@ -46,8 +48,7 @@ def open_app(
     """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM. `metrics_page`
     is answered to scrapers in place of the page of this engine alone."""
     manifest = load_manifest(engine_dir)
-    vllm_model = (options.model_name or manifest.name) if options.vllm_metrics else None
-    metrics = Metrics(manifest, vllm_model)
+    metrics = Metrics(manifest, options.model_name or manifest.name)
 
     def finished(request: EngineRequest) -> None:
         metrics.finished(request)
@@ -55,13 +56,7 @@ def open_app(
 
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     examples = read_examples(engine_dir) if options.playground else None
-    llm = AsyncLLM(
-        engine_dir,
-        options,
-        progress=progress,
-        max_waiting=options.max_waiting,
-        on_finished=finished,
-    )
+    llm = AsyncLLM(engine_dir, options, progress=progress, max_waiting=options.max_waiting, on_finished=finished)
     if options.chat_template is not None:
         llm.codec.use_template(options.chat_template)
     if llm.tokenizer.chat_template:
@@ -93,13 +88,17 @@ def create_app(
     gate = Gate(app, options, metrics, service.close)
     errors.install(app, lambda: metrics.retry_after_s)
 
-    @app.post("/v1/chat/completions", response_class=JSONResponse, openapi_extra=_body_schema(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        return await chat(service, request, await read(request, ChatRequest))
+    def post(path: str, model: type[_Body], answer: Callable[[Request, _Body], Awaitable[Response]]) -> None:
+        """Add an endpoint that parses its body itself; the description says what that is."""
 
-    @app.post("/v1/completions", response_class=JSONResponse, openapi_extra=_body_schema(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        return await complete(service, request, await read(request, CompletionRequest))
+        @app.post(path, response_class=JSONResponse, openapi_extra=_described(model), name=path)
+        async def endpoint(request: Request) -> Response:
+            return await answer(request, await read(request, model))
+
+    post("/v1/chat/completions", ChatRequest, partial(chat, service))
+    post("/v1/completions", CompletionRequest, partial(complete, service))
+    post("/tokenize", TokenizeRequest, partial(tokenize, service))
+    post("/detokenize", DetokenizeRequest, partial(detokenize, service))
 
     card = {"id": service.model_name, "object": "model", "created": int(time.time()), "owned_by": "ddtree-trt"}
     card |= {"max_model_len": service.max_seq_len}
@@ -127,24 +126,6 @@ def create_app(
         page, content_type = metrics.page(accept) if metrics_page is None else await metrics_page(accept)
         return Response(page, headers={"Content-Type": content_type})
 
-    _add_tools(app, service)
-    if options.playground:
-        playground.install(app, service, examples)
-
-    return gate
-
-
-def _add_tools(app: FastAPI, service: Service) -> None:
-    """Add what vLLM has besides the endpoints that generate, and a hint for the one that clients look for."""
-
-    @app.post("/tokenize", response_class=JSONResponse, openapi_extra=_body_schema(TokenizeRequest))
-    async def tokens(request: Request) -> Response:
-        return await tokenize(service, await read(request, TokenizeRequest))
-
-    @app.post("/detokenize", response_class=JSONResponse, openapi_extra=_body_schema(DetokenizeRequest))
-    async def text(request: Request) -> Response:
-        return await detokenize(service, await read(request, DetokenizeRequest))
-
     @app.post("/v1/responses", include_in_schema=False)
     async def responses() -> None:
         raise ApiError(404, "this server has no Responses API; use POST /v1/chat/completions", code="unknown_url")
@@ -153,19 +134,23 @@ def _add_tools(app: FastAPI, service: Service) -> None:
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
+    if options.playground:
+        playground.install(app, service, examples)
+
+    return gate
+
 
 class _App(FastAPI):
     """The application, whose description has the bodies that the endpoints parse themselves."""
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()
-        schema["components"]["schemas"] |= request_schemas(
-            ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest
-        )
+        for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
+            own = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schema["components"]["schemas"] |= {**own.pop("$defs", {}), model.__name__: own}
         return schema
 
 
-def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's description of a body, which FastAPI lacks because the endpoint parses the body."""
+def _described(model: type[BaseModel]) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,8 +1,7 @@
 """The gate in front of the API: keys, limits on sizes, numbers and times, and detection of disconnected clients.
 
-An ASGI middleware, because it must watch the connection while the answer is being made: a client that disconnects ends
-its request at once, streaming or not. uvicorn's `limit_concurrency` counts connections, those of `/health` too, and
-refuses in plain text.
+An ASGI middleware, because a client that disconnects ends its request at once, streaming or not. uvicorn's
+`limit_concurrency` counts connections, those of `/health` too, and refuses in plain text.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from ddtree_trt.serve.openai.answers import event
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground.routes import PAGE
 
-_SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
+_SEND_ERROR_S = 1.0  # timeout for the rest of a refused body, and for the error that ended a request
 _SEND_ERRORS_S = 1.5  # timeout for the errors of all requests that a drain ended
-_LINGER_BYTES = 32 << 20  # of a refused body that are still read, so that a client that is sending it sees the answer
 
 
 def with_origins(gate: Gate, options: ServeOptions) -> ASGIApp:
-    """The gate for browsers too, where origins are allowed: its answers say so, and what browsers ask before they call
-    is answered without a key."""
+    """The gate with the answers of CORS, where origins are allowed: what browsers ask beforehand needs no key."""
     if not options.origins:
         return gate
     return CORSMiddleware(
@@ -68,7 +65,7 @@ class Gate:
         answer = _Answer(scope, send, self.metrics)
         if (refusal := self._refusal(scope)) is not None:
             if b"expect" not in dict(scope["headers"]):  # with it, the client waits for permission and has sent nothing
-                await _discard_body(receive)
+                await _read(receive, -1)
             await answer.send_error(refusal)
             return
         limit_s = self._options.request_timeout_s
@@ -81,7 +78,7 @@ class Gate:
             await asyncio.wait({work})
             error = timed_out(limit_s) if not in_time else shutting_down() if work.cancelled() else work.exception()
             if isinstance(error, ApiError):
-                with suppress(asyncio.TimeoutError):  # the server closes the connection of an incomplete answer
+                with suppress(TimeoutError):  # the server closes the connection of an incomplete answer
                     await asyncio.wait_for(answer.send_error(error), _SEND_ERROR_S)
             elif error is not None and not answer.complete:
                 raise error  # the server then closes the connection
@@ -115,18 +112,11 @@ class Gate:
 
     async def _respond(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         """Answer a request whose client stays. Raises what the application raises."""
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._options.max_body_bytes:
-                if more:
-                    await _discard_body(receive)
-                raise self._body_too_large()
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        if (body := await _read(receive, self._options.max_body_bytes)) is None:
+            return
+        if len(body) > self._options.max_body_bytes:
+            raise self._body_too_large()
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:  # a second call never returns: the connection is watched here
             return whole.pop() if whole else await asyncio.get_running_loop().create_future()
@@ -151,10 +141,10 @@ class Gate:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests from now on, and wait until those open have finished. After `timeout_s`, end the rest."""
         self.draining = True
-        with suppress(asyncio.TimeoutError):
+        with suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), timeout_s)
         self.end_all()
-        with suppress(asyncio.TimeoutError):
+        with suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), _SEND_ERRORS_S)
 
     def end_all(self) -> None:
@@ -198,17 +188,22 @@ async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def _discard_body(receive: Receive) -> None:
-    """Read what is left of a refused body, within bounds. A connection closed with unread bytes in it is reset, and a
-    client that is still sending then never sees the answer."""
+async def _read(receive: Receive, most_bytes: int) -> bytes | None:
+    """The body, or more than `most_bytes` of one that is larger; None where the client has gone.
 
-    async def rest() -> None:
-        read = 0
-        while read < _LINGER_BYTES:
-            message = await receive()
-            read += len(message.get("body", b""))
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return
-
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(rest(), _SEND_ERROR_S)
+    The rest of a larger one is read for a moment, and dropped: a connection closed with unread bytes in it is reset,
+    and a client that is still sending then never sees the answer.
+    """
+    body, more = bytearray(), True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            while more:
+                if len(body) > most_bytes and limit.when() is None:
+                    limit.reschedule(asyncio.get_running_loop().time() + _SEND_ERROR_S)
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                del body[most_bytes + 1 :]
+                more = message.get("more_body", False)
+    return bytes(body)

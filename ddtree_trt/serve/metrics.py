@@ -6,7 +6,7 @@ Requests are counted when they end, on the engine's worker thread, so cancelled 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,90 +18,78 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.runtime import figures
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, POSITIONS, SECONDS, SECONDS_PER_TOKEN, Unit
 from ddtree_trt.runtime.request_maker import Request
 
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
-Row = TypeVar("Row", bound=figures.Figure)
-Published = TypeVar("Published", Counter, Gauge, Histogram)
+Made = TypeVar("Made", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The server's registry: the table of figures, and counts of HTTP answers and ends of sequences.
+    """The server's registry: the table of metrics, and counts of HTTP answers and ends of sequences. `model_name` is
+    that under which clients know the model.
 
-    With `vllm_model`, the name under which clients know the model, the figures that vLLM has too are also published
-    under its names. `finished` is called on the worker thread, everything else on the event loop.
+    `finished` is called on the worker thread, everything else on the event loop.
     """
 
-    def __init__(self, manifest: Manifest, vllm_model: str | None = None) -> None:
-        disable_created_metrics()  # for each figure one more, of when it began: of use to nobody here
+    def __init__(self, manifest: Manifest, model_name: str) -> None:
+        disable_created_metrics()  # for each metric one more, of when it began: of use to nobody here
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._vllm = None if vllm_model is None else _VllmNames(vllm_model)
-        self._finished = self._counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
-        self._refused = self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
-        self._counters = [(row, self._publish(row, Counter)) for row in self._published(figures.COUNTERS)]
-        self._positions = [
-            (row, self._publish(row, Counter, labelnames=["position"])) for row in self._published(figures.POSITIONS)
-        ]
-        buckets = _buckets(manifest)
+        self._labels = {"model_name": model_name, "engine": "0"}  # vLLM's
+        bounds = _bounds(manifest)
+        self._ended = self._make(Counter, "vllm:request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._refused = self._make(
+            Counter, "ddtree_requests_refused", "HTTP requests answered with an error, by status.", "status"
+        )
+        self._counters = [(row, self._make(Counter, row.name, row.text)) for row in COUNTERS]
+        self._positions = [(row, self._make(Counter, row.name, row.text, "position")) for row in POSITIONS]
         self._histograms = [
-            (row, self._publish(row, Histogram, buckets=buckets[row.unit]))
-            for row in self._published(figures.HISTOGRAMS)
+            (row, self._make(Histogram, row.name, row.text, buckets=bounds[row.unit])) for row in HISTOGRAMS
         ]
         for _, counter in self._positions:
             for position in range(manifest.drafting.longest_draft):
-                counter.labels(str(position))  # shown from the beginning, with 0
-        if self._vllm is not None:
-            self._vllm.add(["vllm:request_success"], self._finished, {"finish_reason": "finished_reason"})
-            self.registry.register(self._vllm)
+                counter(str(position))  # shown from the beginning, with 0
         self._mean_s = 0.0
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"ddtree_{name}", text, labels, registry=self.registry)
-
-    def _published(self, rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if row.http or (row.vllm and self._vllm is not None)]
-
-    def _publish(self, row: figures.Figure, kind: type[Published], **options: Any) -> Published:
-        """The metric of a row, under our name unless only vLLM has it, and under vLLM's where that was asked for."""
-        text, registry = (row.http, self.registry) if row.http else (row.name.replace("_", " ").capitalize(), None)
-        metric = kind(f"ddtree_{row.name}", text, registry=registry, **options)
-        if self._vllm is not None:
-            self._vllm.add(row.vllm, metric)
-        return metric
+    def _make(self, kind: type[Made], name: str, text: str, *labels: str, **options: Any) -> Callable[..., Made]:
+        """A metric as a function of the values of its labels."""
+        made = kind(name, text, [*self._labels, *labels], registry=self.registry, **options)
+        if not labels:
+            made.labels(*self._labels.values())  # shown from the beginning
+        return partial(made.labels, *self._labels.values())
 
     def watch(self, llm: AsyncLLM) -> None:
         """Publish the gauges of an engine, read at each scrape."""
-        for row in self._published(figures.GAUGES):
-            self._publish(row, Gauge).set_function(partial(row.read, llm))
+        for row in GAUGES:
+            if row.http:
+                self._make(Gauge, row.name, row.text)().set_function(partial(row.read, llm))
 
     def finished(self, request: Request) -> None:
         """Count a request that ended, for whatever reason."""
         for place, sequence in enumerate(request.sequences):
             metrics = sequence.metrics
-            self._finished.labels(sequence.finish_reason).inc()
+            self._ended(sequence.finish_reason).inc()
             for row, counter in self._counters:
                 if place == 0 or not row.of_prompt:
-                    counter.inc(row.read(metrics))
+                    counter().inc(row.read(metrics))
             for positions_row, counter in self._positions:
                 for position, count in enumerate(positions_row.read(metrics)):
-                    counter.labels(str(position)).inc(count)
+                    counter(str(position)).inc(count)
             for histogram_row, histogram in self._histograms:
                 for value in histogram_row.read(metrics):
-                    histogram.observe(value)
+                    histogram().observe(value)
             if (took := metrics.latency_s) is not None:
                 self._mean_s = took if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * took
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
-        self._refused.labels(str(status)).inc()
+        self._refused(str(status)).inc()
 
     @property
     def retry_after_s(self) -> int:
@@ -114,47 +102,20 @@ class Metrics:
         return encode(self.registry), content_type
 
 
-class _VllmNames(Collector):
-    """Figures once more, under the names and labels that vLLM's servers give them, for dashboards, autoscalers and
-    benchmarks that read these: each repeats the samples of one of our metrics at each scrape."""
-
-    def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._aliases: list[tuple[str, Collector, Mapping[str, str]]] = []
-
-    def add(self, names: Sequence[str], metric: Collector, renamed: Mapping[str, str] | None = None) -> None:
-        """Publish `metric` under further names, which lack the suffix `_total` of a counter. `renamed` maps our names
-        of labels to vLLM's, where they differ."""
-        self._aliases += [(name, metric, renamed or {}) for name in names]
-
-    def collect(self) -> Iterator[Metric]:
-        for name, metric, renamed in self._aliases:
-            yield from self._repeated(name, metric.collect(), renamed)
-
-    def _repeated(self, name: str, families: Iterable[Metric], renamed: Mapping[str, str]) -> Iterator[Metric]:
-        for family in families:
-            alias = Metric(name, family.documentation, family.type)
-            for sample in family.samples:
-                labels = {**self._labels, **{renamed.get(k, k): v for k, v in sample.labels.items()}}
-                alias.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
-            yield alias
-
-
 def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
     """The encoder of the best format that a scraper accepts, and its content type. A colon is a letter of names, as in
-    vLLM's: it is not escaped, whether or not the scraper says so."""
-    kinds = [kind.strip() for kind in accept.split(",")]
-    plain = "application/openmetrics-text"
-    unescaped = [f"{k}; escaping=allow-utf-8" if k.startswith(plain) and "escaping=" not in k else k for k in kinds]
-    return choose_encoder(", ".join(unescaped))
+    vLLM's: it is not escaped."""
+    if "application/openmetrics-text" in accept:
+        return partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest, CONTENT_TYPE_PLAIN_0_0_4
 
 
-def _buckets(manifest: Manifest) -> dict[figures.Unit, Sequence[float]]:
+def _bounds(manifest: Manifest) -> dict[Unit, Sequence[float]]:
     """The bounds of histograms, by unit."""
     rising = (step * 10**power for power in range(7) for step in (1, 2, 5))
     return {
-        "seconds": figures.SECONDS,
-        "seconds per token": figures.SECONDS_PER_TOKEN,
-        "tokens": range(1, 2 + manifest.drafting.longest_draft),
+        "seconds": SECONDS,
+        "seconds per token": SECONDS_PER_TOKEN,
+        "tokens of a round": range(1, 2 + manifest.drafting.longest_draft),
         "tokens of a request": [tokens for tokens in rising if tokens <= manifest.limits.max_seq_len],
     }

@@ -62,7 +62,6 @@ class ServeOptions(EngineOptions):
         "", "Whose pages may call from browsers, comma-separated; * is any. Default: none.", "ORIGINS"
     )
     playground: bool = option(False, "Also serve /playground, a page that draws each round's tree.")
-    vllm_metrics: bool = option(False, "Publish /metrics under vLLM's names too.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

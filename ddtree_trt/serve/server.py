@@ -6,12 +6,14 @@ import asyncio
 import faulthandler
 import gc
 import math
+import resource
 import socket
 import time
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -21,13 +23,11 @@ from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
-from ddtree_trt.serve.connections import Connections
 from ddtree_trt.serve.limits import Gate, with_origins
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.terminal.printing import progress_bars
 
-_BACKLOG = 2048
-_ACCEPTS = 8  # connections taken at once: more might need more files than there are before the idle ones end
+HEAD_S = 10.0  # for the head of a request, from the connection's beginning or the answer before
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
 _FLUSH_S = 2  # timeout for connections to send their buffers
 _END_S = 4.5  # from the end of the drain timeout to when the process is ended, whatever it is doing
@@ -54,16 +54,16 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
-    connections = Connections(options.max_requests)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a connection is one
     llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
         with_origins(gate, options),
-        http=connections.protocol(),
+        http=Connection,
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         server_header=False,
         timeout_graceful_shutdown=_FLUSH_S,
-        backlog=_ACCEPTS,
         ws="none",
     )
     host, port = listener.getsockname()[:2]
@@ -95,44 +95,62 @@ def listen(options: ServeOptions) -> socket.socket:
 
 def ready_line(llm: AsyncLLM, options: ServeOptions, address: str) -> str:
     """What is served, how, within which limits, and where; the address is the last word."""
-    manifest = llm.engine.manifest
-    served = options.model_name or manifest.name
+    engine, manifest = llm.engine, llm.engine.manifest
+    how = [f"{engine.threads} thread{'s' * (engine.threads > 1)}", *(["exact"] if engine.lookahead is not None else [])]
+    if engine_host_reason(manifest) is None:
+        how.append(f"device rounds {options.device_rounds}")
     waiting = "any number" if llm.max_waiting is None else llm.max_waiting
     parts = [
-        f"serving {served}: {manifest.name}, {manifest.backend} {manifest.precision}{_way(llm, options)}",
+        f"serving {options.model_name or manifest.name}: {manifest.name}, {manifest.backend} "
+        f"{', '.join([manifest.precision, *how])}",
         f"{_method(manifest)} unless a request says otherwise",
         f"{llm.slots} slots of {manifest.limits.max_seq_len} tokens, {waiting} may wait",
-        f"{'a key is needed; ' if options.api_key else ''}{_routes(options)} on {address}",
+        f"{'a key is needed; ' if options.api_key else ''}{'/playground, ' if options.playground else ''}/v1, /health "
+        f"and /metrics on {address}",
     ]
     return "; ".join(parts)
 
 
-def _routes(options: ServeOptions) -> str:
-    page = "/playground, " if options.playground else ""
-    return f"{page}/v1, /health and /metrics{' (vLLM names too)' if options.vllm_metrics else ''}"
-
-
-def _way(llm: AsyncLLM, options: ServeOptions) -> str:
-    """How the engine computes, behind its precision."""
-    words = [f"{llm.engine.threads} thread{'s' * (llm.engine.threads > 1)}"]
-    if llm.engine.foresee is not None:
-        words.append("exact")
-    if engine_host_reason(llm.engine.manifest) is None:
-        words.append(f"device rounds {options.device_rounds}")
-    return "".join(f", {word}" for word in words)
-
-
 def _method(manifest: Manifest) -> str:
     """The method of requests that name none, and its budget."""
-    drafting, limits = manifest.drafting, manifest.limits
     method = resolve_method(AUTO, manifest.drafter_kind)
-    budget = method.default_budget(drafting)
-    if budget is not None:
+    if (budget := method.default_budget(manifest.drafting)) is not None:
         return f"{method.name} with {budget} draft tokens a round"
-    most = limits.max_tree_budget
-    if drafting.drafts == "tokens":  # chains, drafted token by token
-        most = min(most, drafting.longest_draft)
+    most = manifest.limits.max_tree_budget
+    if manifest.drafting.drafts == "tokens":  # chains, drafted token by token
+        most = min(most, manifest.drafting.longest_draft)
     return f"{method.name} with automatic budgets of up to {most} draft tokens a round"
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, which ends when the head of a request does not come whole in HEAD_S."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_or_not()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait_or_not()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_or_not()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_or_not()
+
+    def _wait_or_not(self) -> None:
+        """Bytes of a head do not renew its time."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not answering and not self.transport.is_closing():
+            self._timer = self._timer or self.loop.call_later(HEAD_S, self.transport.close)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Server(uvicorn.Server):
@@ -152,8 +170,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
-        for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio takes one number for the queue and for what it takes of it at once
         print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -19,7 +18,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Tools
-from ddtree_trt.serve.errors import INVALID, ApiError, cut
+from ddtree_trt.serve.errors import ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.openai.tokens import TokenTexts
@@ -28,6 +27,7 @@ from ddtree_trt.serve.options import ServeOptions
 # A text cannot have fewer tokens than its length over the longest token's. The factor allows for normalisation, which
 # may turn several characters into one.
 _NORMALISATION = 4
+_Result = TypeVar("_Result")
 
 
 class Service:
@@ -42,18 +42,17 @@ class Service:
         self._default_max_tokens = options.default_max_tokens
         self.max_seq_len = llm.engine.manifest.limits.max_seq_len
         self.longest_draft = llm.engine.manifest.drafting.longest_draft
-        # One thread for the tokenizer, which is not thread-safe, and whose long prompts must not block the event loop.
-        # Another for chat templates, which may take seconds and must not delay prompts that need none.
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
-        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="ddtree-template")
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ddtree-grammar")
+        # A thread each: the tokenizer is not thread-safe, and its long prompts must not block the event loop; templates
+        # and grammars may take seconds, and must not delay prompts that need none.
+        names = ("tokenizer", "template", "grammar")
+        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=f"ddtree-{name}") for name in names}
         llm.core.maker.grammars.isolated = True
         longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
         self._max_characters = self.max_seq_len * longest * _NORMALISATION
 
     def close(self) -> None:
         """End what is under way and release the engine, without waiting for what a thread is doing."""
-        for thread in (self._renderer, self._encoder, self._compiler):
+        for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
         self.llm.core.maker.grammars.close()
         self.llm.shutdown()
@@ -78,35 +77,7 @@ class Service:
         does, for texts whose length alone says that it takes no such prompt."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
             raise self.too_long(f"{len(prompt)} characters", param)
-        ids: list[int] = await self._in_thread(self._encoder, self.llm.codec.encode, prompt, param)
-        return ids
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of tokens, special ones included. Raises ApiError for ids that are not in the vocabulary."""
-        size = self.llm.engine.manifest.target_dims.vocab_size
-        if (wrong := next((t for t in token_ids if not 0 <= t < size), None)) is not None:
-            message = f"tokens: token id {shown(wrong)} is outside the vocabulary of {size}"
-            raise ApiError(400, message, param="tokens", code="invalid_value")
-        decode = partial(self.llm.codec.decode, skip_special_tokens=False)
-        text: str = await self._in_thread(self._encoder, decode, token_ids, "tokens")
-        return text
-
-    async def token_names(self, token_ids: list[int]) -> list[str]:
-        """What the tokenizer's own vocabulary calls the tokens."""
-        names: list[str] = await self._in_thread(
-            self._encoder, self.llm.tokenizer.convert_ids_to_tokens, token_ids, "tokens"
-        )
-        return names
-
-    async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        chat_template_kwargs: Mapping[str, Any] | None,
-        tools: Tools | None = None,
-    ) -> list[int]:
-        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
-        call. Raises ApiError as `encode` does."""
-        return await self.encode(await self.render(messages, chat_template_kwargs, tools), "messages")
+        return await self.in_thread("tokenizer", self.llm.codec.encode, prompt, param=param)
 
     async def render(
         self,
@@ -114,23 +85,21 @@ class Service:
         chat_template_kwargs: Mapping[str, Any] | None,
         tools: Tools | None = None,
     ) -> str:
-        """The text of a chat, by the chat template. Raises ApiError as `encode_chat` does."""
-        param = "messages"
+        """The text of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
+        call. Raises ApiError as `encode` does."""
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
-            raise self.too_long(f"{len(messages)} messages", param)
+            raise self.too_long(f"{len(messages)} messages", "messages")
         if characters > self._max_characters:
-            raise self.too_long(f"{characters} characters", param)
+            raise self.too_long(f"{characters} characters", "messages")
         codec, given = self.llm.codec, chat_template_kwargs
-        await self._in_thread(self._renderer, codec.check_template_kwargs, given, "chat_template_kwargs")
-        render = partial(codec.render, chat_template_kwargs=given, tools=tools)
-        text: str = await self._in_thread(self._renderer, render, messages, param)
-        return text
+        await self.in_thread("template", codec.check_template_kwargs, given, param="chat_template_kwargs")
+        return await self.in_thread("template", codec.render, messages, given, tools, param="messages")
 
-    async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
-        """The result of `work(argument)`, called in the given thread. Raises ApiError in place of UsageError."""
+    async def in_thread(self, thread: str, work: Callable[..., _Result], *arguments: Any, param: str) -> _Result:
+        """The result of `work`, called in the given thread. Raises ApiError in place of UsageError."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, work, argument)
+            return await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *arguments)
         except UsageError as error:
             raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
@@ -167,7 +136,9 @@ class Service:
         if params.structured is None or grammars.passed(params.structured):
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compiler, grammars.check, params.structured)
+            await asyncio.get_running_loop().run_in_executor(
+                self._threads["grammar"], grammars.check, params.structured
+            )
         except UsageError as error:
             raise _error_with_param(error, {} if name == STRUCTURED else {STRUCTURED: name}, name) from error
         except MissingDependency as error:
@@ -183,8 +154,7 @@ class Service:
         *,
         on_round: Watcher | None = None,
     ) -> Submission:
-        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason. `on_round` is
-        that of `AsyncLLM.submit`."""
+        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason."""
         try:
             submission = self.llm.submit(ids, params, request_id, on_round=on_round)
         except UsageError as error:
@@ -200,8 +170,8 @@ def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | 
     name = match.group() if match else ""
     if name in SamplingParams.__dataclass_fields__ or name in ALIASES:
         param = names.get(name, "structured_outputs" if name == STRUCTURED else name)
-        return ApiError(400, param + text[len(name) :], kind=INVALID, param=param, code="invalid_value")
-    return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
+        return ApiError(400, param + text[len(name) :], param=param, code="invalid_value")
+    return ApiError(400, text, param=other, code="invalid_value")
 
 
 def wants_usage(body: ChatRequest | CompletionRequest) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.terminal import console
-from ddtree_trt.terminal.examples import hint_if_far
 from ddtree_trt.terminal.printing import print_error, print_fields, print_note
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # a path, /like/this, is no command
@@ -67,13 +67,10 @@ class Chat:
                 return
             try:
                 self._take(text)
-            except (Exception, KeyboardInterrupt) as error:
-                if isinstance(error, KeyboardInterrupt):
-                    print()
-                elif isinstance(error, DDTreeError):
-                    print_error(str(error))
-                else:
-                    raise
+            except KeyboardInterrupt:
+                print()
+            except DDTreeError as error:
+                print_error(str(error))
 
     def _take(self, text: str) -> None:
         if not (command := _COMMAND.fullmatch(text)):
@@ -91,15 +88,15 @@ class Chat:
         try:
             for so_far in console.stream(self._llm, ids, params):
                 output = so_far
-        except (Exception, KeyboardInterrupt) as error:
-            if output is None or not isinstance(error, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            if output is None:
                 raise
             print("\n" + console.closing_line(output.metrics, "stopped"))
         assert output is not None  # a request ends with a part
         self._turns = [*turns, (question, output.outputs[0].text)]
         self._metrics.append(output.metrics)
         self._held = output.usage.total_tokens
-        if not turns and hint_if_far(question, self._hints, self._llm.codec):
+        if not turns and console.hint_if_far(question, self._hints, self._llm.codec):
             self._hints = None
 
     def _fitted(self, question: str) -> tuple[list[Turn], list[int], SamplingParams]:
@@ -152,12 +149,12 @@ class Chat:
 
     def _budget(self, value: str) -> None:
         if value:
-            self._set(replace(self._params, tree_budget=_number(value, int)))
+            self._set(replace(self._params, tree_budget=_number(value)))
         print(f"tree budget {self._params.tree_budget}")
 
     def _temperature(self, value: str) -> None:
         if value:
-            self._set(replace(self._params, temperature=_number(value, float)))
+            self._set(replace(self._params, temperature=_number(value)))
         print(f"temperature {self._params.temperature:g}")
 
     def _set_system(self, value: str) -> None:
@@ -181,8 +178,7 @@ class Chat:
         if not self._metrics:
             raise UsageError("there are no figures before the first answer; ask something")
         whole, last = merge(self._metrics), self._metrics[-1]
-        waited = last.time_to_first_token_s or 0.0
-        context = self._llm.engine.manifest.limits.max_seq_len
+        waited, context = last.time_to_first_token_s or 0.0, self._llm.engine.manifest.limits.max_seq_len
         print_fields(
             [
                 ("answers", f"{len(self._metrics)}, of {whole.output_tokens} tokens"),
@@ -199,12 +195,12 @@ class Chat:
         print("The conversation is forgotten.")
 
 
-def _number(value: str, kind: Callable[[str], Any]) -> Any:
+def _number(value: str) -> Any:
     """The number that was typed; another text as it is, which SamplingParams refuses."""
-    try:
-        return kind(value)
-    except ValueError:
-        return value
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def _reader() -> Callable[[], str]:
@@ -230,11 +226,10 @@ def _reader() -> Callable[[], str]:
     return read
 
 
-_METHOD = "Show the method, or change it: the answers stay the same, their speed does not."
 # By name: the argument, the sentence of /help, and what it does.
 _COMMANDS: Mapping[str, tuple[str, str, Callable[[Chat, str], None]]] = {
     "help": ("", "This list.", Chat._help),
-    "method": ("[NAME]", _METHOD, Chat._method),
+    "method": ("[NAME]", "Show the method, or change it: its speed changes, the answers do not.", Chat._method),
     "budget": ("[NODES|auto]", "Show the tree budget, or change it.", Chat._budget),
     "temperature": ("[T]", "Show the temperature, or change it; 0 is greedy.", Chat._temperature),
     "system": ("[TEXT|none]", "Show the system message, or change it.", Chat._set_system),

@@ -1,35 +1,35 @@
-"""Output of `ddtree-trt run`: streamed text, trees, closing figures, and the comparison of methods."""
+"""Output of `ddtree-trt run`: streamed text, trees, closing figures, the comparison of methods, and examples."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
+from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.reading import printable
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, BASELINES
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import DEVICE_ROUND, ROUND_STAGES, RequestMetrics
-from ddtree_trt.runtime.text.codec import Prompt
+from ddtree_trt.runtime.text.codec import Prompt, TextCodec
+from ddtree_trt.terminal.printing import print_note
 from ddtree_trt.terminal.tree_view import TreeView
 
 AR = AUTOREGRESSIVE.name
 REPETITIONS = 5  # of every method in a comparison, interleaved
-
-
-def messages(text: str, system: str | None) -> list[dict[str, str]]:
-    """One user message, with a system message in front if there is one."""
-    head = [{"role": "system", "content": system}] if system else []
-    return [*head, {"role": "user", "content": text}]
+_WORD = re.compile(r"(?<![A-Za-z])[a-z]{2,}")  # names, which begin with a capital, are made up
+_MOST_UNKNOWN = 1 / 3  # of a prompt's words
 
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool = False) -> Iterator[RequestOutput]:
@@ -48,16 +48,11 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool 
     print(output.outputs[0].text if view else "")
     if view and llm.engine.rounds and output.metrics.why_host:
         print(f"rounds did not stay on the device: {output.metrics.why_host}")
-    print(closing_line(output.metrics, _cut(output, llm.engine.manifest.limits.max_seq_len)))
-
-
-def _cut(output: RequestOutput, max_seq_len: int) -> str:
-    """What ended an output before its own end, for `closing_line`."""
-    if output.outputs[0].finish_reason != "length":
-        return ""
-    if output.usage.total_tokens >= max_seq_len:
-        return f"cut at the end of the context of {max_seq_len} tokens"
-    return "cut by the limit --max-tokens"
+    cut, most = "", llm.engine.manifest.limits.max_seq_len
+    if output.outputs[0].finish_reason == "length":
+        full = output.usage.total_tokens >= most
+        cut = f"cut at the end of the context of {most} tokens" if full else "cut by the limit --max-tokens"
+    print(closing_line(output.metrics, cut))
 
 
 def closing_line(m: RequestMetrics, ending: str = "") -> str:
@@ -97,8 +92,8 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
     return {
         "request_id": output.request_id,
         "prompt_token_ids": output.prompt_token_ids,
-        "outputs": [dataclasses.asdict(o) for o in output.outputs],
-        "usage": {**dataclasses.asdict(output.usage), "total_tokens": output.usage.total_tokens},
+        "outputs": [asdict(o) for o in output.outputs],
+        "usage": {**asdict(output.usage), "total_tokens": output.usage.total_tokens},
         "metrics": output.metrics.to_dict(),
     }
 
@@ -110,76 +105,98 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
     """
     if params.stochastic and params.seed is None:
         # With one seed every method that samples from the target draws the same tokens.
-        params = dataclasses.replace(params, seed=secrets.randbits(32))
+        params = replace(params, seed=secrets.randbits(32))
     baselines = [m.name for m in BASELINES if m.serves(llm.engine.manifest.drafter_kind)]
-    methods = list(dict.fromkeys([*baselines, params.method]))
-    runs: dict[str, list[RequestOutput]] = {m: [] for m in methods}
-    # Before what is measured becomes a load itself.
-    warning = busy_warning(round(os.getloadavg()[0], 2), usable_cores())
-    for repetition in range(1 + REPETITIONS):
-        for method in methods:
+    runs: dict[str, list[RequestOutput]] = {m: [] for m in [*baselines, params.method]}
+    warning = busy_warning(round(os.getloadavg()[0], 2), usable_cores())  # before this becomes a load itself
+    for _ in range(1 + REPETITIONS):
+        for method, outputs in runs.items():
             budget = params.tree_budget if method == params.method else "auto"
-            each = dataclasses.replace(params, method=method, tree_budget=budget)
-            output = llm.generate(prompt, each, use_tqdm=False)[0]
-            _raise_error(output)
-            if repetition:  # the first of each warms up
-                runs[method].append(output)
-    outputs = {m: r[0] for m, r in runs.items()}
-    speeds = {m: median(o.metrics.decode_tokens_per_s or 0.0 for o in r) for m, r in runs.items()}
-    final = outputs[params.method]
-    differing = [m for m in methods if _tokens(outputs[m]) != _tokens(outputs[AR])]
+            each = replace(params, method=method, tree_budget=budget)
+            outputs.append(llm.generate(prompt, each, use_tqdm=False)[0])
+            _raise_error(outputs[-1])
+    firsts = {m: outputs[1] for m, outputs in runs.items()}  # the first of each warms up
+    speeds = {m: median(o.metrics.decode_tokens_per_s or 0.0 for o in outputs[1:]) for m, outputs in runs.items()}
+    tokens = {m: [o.token_ids for o in output.outputs] for m, output in firsts.items()}
+    differing = [m for m in runs if tokens[m] != tokens[AR]]
     if as_json:
-        rows = {m: {"tokens_per_s": speeds[m], **_plain(outputs[m])} for m in methods}
+        rows = {m: {"tokens_per_s": speeds[m], **_plain(firsts[m])} for m in runs}
         _print_json({"identical": not differing, "warning": warning, "methods": rows}, pretty=pretty)
     else:
-        for completion in final.outputs:
+        for completion in firsts[params.method].outputs:
             print(completion.text)
         print()
-        _print_table(outputs, speeds)
-        print(f"acceptance lengths of {params.method}: {' '.join(map(str, final.metrics.acceptance_lengths))}")
+        _print_table({m: output.metrics for m, output in firsts.items()}, speeds)
+        lengths = firsts[params.method].metrics.acceptance_lengths
+        print(f"acceptance lengths of {params.method}: {' '.join(map(str, lengths))}")
         print(f"identical: {'no' if differing else 'yes'}")
         if warning:
             print(warning)
     if differing:
-        raise NotIdentical(_explain(llm, prompt, params, outputs, differing[0]))
+        raise NotIdentical(_explain(llm, prompt, params, differing[0], tokens))
 
 
 class NotIdentical(DDTreeError):
     """A method's output differs from the autoregressive one."""
 
 
-def _tokens(output: RequestOutput) -> list[list[int]]:
-    return [o.token_ids for o in output.outputs]
-
-
-def _print_table(outputs: dict[str, RequestOutput], speeds: dict[str, float]) -> None:
+def _print_table(metrics: dict[str, RequestMetrics], speeds: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
-    shown = (*ROUND_STAGES, *([DEVICE_ROUND] if any(o.metrics.on_device for o in outputs.values()) else []))
+    stages = (*ROUND_STAGES, *([DEVICE_ROUND] if any(m.on_device for m in metrics.values()) else []))
     figures = ("tokens", "tokens/s", "speedup", "rounds", "tokens/round", "budget")
-    for name in (*figures, *(f"{s} ms" for s in shown)):
+    for name in (*figures, *(f"{s} ms" for s in stages)):
         table.add_column(name, justify="right")
-    for method, output in outputs.items():
-        m = output.metrics
-        stages = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in shown]
+    for method, m in metrics.items():
         gain = speeds[method] / speeds[AR] if speeds[AR] else 0.0
         cells = [f"{speeds[method]:.0f}", f"{gain:.2f}×", str(m.rounds), f"{m.mean_acceptance_length:.2f}"]
-        table.add_row(method, str(m.output_tokens), *cells, f"{m.mean_budget:.1f}", *stages)
-    width = None if sys.stdout.isatty() else 140
-    Console(width=width, highlight=False).print(table)
+        times = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in stages]
+        table.add_row(method, str(m.output_tokens), *cells, f"{m.mean_budget:.1f}", *times)
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
 
 
-def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], method: str) -> str:
+def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, method: str, tokens: dict[str, list[list[int]]]) -> str:
     """The first token at which two outputs differ, and the distance of the target's two best tokens at it."""
-    pairs = zip(_tokens(outputs[AR]), _tokens(outputs[method]), strict=True)
+    pairs = zip(tokens[AR], tokens[method], strict=True)
     index, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    again = llm.generate(
-        prompt, dataclasses.replace(params, method=AR, tree_budget="auto", logprobs=2), use_tqdm=False
-    )[0]
+    again = llm.generate(prompt, replace(params, method=AR, tree_budget="auto", logprobs=2), use_tqdm=False)[0]
     top = (again.outputs[index].logprobs or [])[at : at + 1]
     gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
     return f"{method} differs from {AR} at token {at}{gap}"
+
+
+def print_examples(examples: Examples) -> None:
+    """Print the examples with their numbers."""
+    width = len(str(len(examples.prompts)))
+    for number, prompt in enumerate(examples.prompts, 1):
+        for place, line in enumerate(prompt.splitlines()):
+            print(f"{'' if place else number:>{width}}  {printable(line)}")
+
+
+def print_question(prompt: str) -> None:
+    """Print a prompt that the user did not write, on stderr, since it is no result."""
+    for line in prompt.splitlines():
+        print_note(f"> {line}")
+
+
+def is_far(prompt: str, examples: Examples, codec: TextCodec) -> bool:
+    """Whether a prompt is far from what a model of few kinds of texts was trained on: shorter than every example, or
+    more than a third of its words are none that the tokenizer, made from the same texts, has whole."""
+    if len(prompt.split()) < min(len(each.split()) for each in examples.prompts):
+        return True
+    words = _WORD.findall(prompt)
+    unknown = [word for word in words if all(len(codec.encode(form)) > 1 for form in (word, f" {word}"))]
+    return len(unknown) > _MOST_UNKNOWN * len(words)
+
+
+def hint_if_far(prompt: str, examples: Examples | None, codec: TextCodec) -> bool:
+    """Print one line for a prompt that is far from all that the engine's model knows; returns whether it did."""
+    if examples is None or examples.knows is None or not is_far(prompt, examples, codec):
+        return False
+    sys.stdout.flush()  # the answer comes first, also where both go into one file
+    print_note(f"hint: this model knows only {examples.knows}; --list-examples shows prompts, --example answers one")
+    return True

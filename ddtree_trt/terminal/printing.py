@@ -111,13 +111,7 @@ def print_dry_run(would: DryRun) -> None:
     print(f"{would.name}: {would.backend} {would.precision} engine, not built")
     available = would.available_bytes
     found = "no GPU whose memory is known" if available is None else human_bytes(available)
-    print_fields(
-        [
-            ("limits", _listing(vars(would.limits))),
-            *_memory_fields(would.memory),
-            ("there is", found),
-        ]
-    )
+    print_fields([("limits", _listing(vars(would.limits))), *_memory_fields(would.memory), ("there is", found)])
 
 
 def print_engine(report: EngineReport) -> None:
@@ -160,11 +154,8 @@ def _memory_fields(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def _listing(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
-
-
-def _plain(value: Any) -> str:
-    return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+    plain = {n: f"[{', '.join(map(str, v))}]" if isinstance(v, tuple) else v for n, v in values.items()}
+    return ", ".join(f"{name} {value}" for name, value in plain.items())
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:

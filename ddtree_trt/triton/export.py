@@ -7,10 +7,10 @@ like an engine directory: under another name, the marker last, then renamed.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,14 +20,15 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, PROFILE, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
-from ddtree_trt.triton import ENGINE_FOLDER, inputs, requirements
+from ddtree_trt.device.survey import DRIVER
+from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError, check_range
+from ddtree_trt.plugins import library
+from ddtree_trt.triton import ENGINE_FOLDER, inputs
 from ddtree_trt.triton.inputs import LAYOUT_NAMES, LayoutName
-
-_log = logging.getLogger(__name__)
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
@@ -68,16 +69,21 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
     Raises UsageError for a wrong request, ArtifactError for an engine that cannot be used, and BuildError when the
     directory cannot be written or holds files that no export wrote; the directory is not changed then.
     """
-    _check_numbers(request)
     manifest = load_manifest(request.engine_dir)
-    gpus = _gpus(request, manifest)
+    gpus = _checked(request, manifest)
     name = manifest.name if request.model_name is None else request.model_name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UsageError(f"{name!r} cannot name a model; use letters, digits, '.', '_' and '-' in --model-name")
     destination = request.repository.resolve() / name
-    _check_places(request.engine_dir.resolve(), destination)
+    engine = request.engine_dir.resolve()
+    if destination.is_relative_to(engine):
+        raise UsageError(f"{destination} lies inside the engine directory; choose another repository")
+    if engine.is_relative_to(destination):
+        raise UsageError(f"the engine {engine} lies inside {destination}, which would be replaced; name another model")
     _check_untouched(destination)
     verify_files(request.engine_dir, manifest, progress)
+    curl = f"curl -s localhost:8000/v2/models/{name}"
+    extra = f"[{found}]" if (found := BACKENDS[manifest.backend].extra) else ""
     values = {
         "version": __version__,
         "model_name": name,
@@ -89,14 +95,14 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
         "max_queue": str(request.max_queue),
         "engine_name": manifest.name,
         "backend": manifest.backend,
-        "requirement": requirements.package(manifest),
-        "extra": requirements.extra(manifest),
-        "machine": requirements.machine(manifest),
+        "requirement": f"ddtree-trt{extra}=={__version__}",
+        "extra": extra,
+        "machine": _machine(manifest),
         "precision": manifest.precision,
         "convention": _CONVENTIONS[request.layout],
         "repository": str(request.repository),
-        "curl_whole": _curl(name, request.layout, stream=False),
-        "curl_stream": _curl(name, request.layout, stream=True),
+        "curl_whole": f"{curl}/generate -d '{_QUESTIONS[request.layout] % 'false'}'",
+        "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[request.layout] % 'true'}'",
     }
     template = resources.files("ddtree_trt") / "triton_repo" / "model"
     if not (template / "README.md").is_file():
@@ -113,41 +119,31 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
             for path in sorted(directory.rglob("*"))
             if path.is_file()
         }
-        engine = version / ENGINE_FOLDER
-        if request.link:
-            # Relative to the final directory, not to the temporary one.
-            engine.symlink_to(os.path.relpath(request.engine_dir.resolve(), destination / VERSION_FOLDER))
+        if request.link:  # relative to the final directory, not to the temporary one
+            (version / ENGINE_FOLDER).symlink_to(os.path.relpath(engine, destination / VERSION_FOLDER))
         else:
-            _copy_engine(request.engine_dir, manifest, engine, progress)
+            _copy_engine(engine, manifest, version / ENGINE_FOLDER, progress)
         record = {"product_version": __version__, "layout": request.layout, "files": written}
         (directory / MARKER).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return destination
 
 
-def _check_numbers(request: ExportRequest) -> None:
+def _checked(request: ExportRequest, manifest: Manifest) -> tuple[int, ...]:
+    """The GPUs of the instances. Raises UsageError for what cannot be exported so."""
     if request.layout not in LAYOUT_NAMES:
         raise UsageError(f"--layout must be one of {', '.join(LAYOUT_NAMES)}, not {request.layout!r}")
     check_range("--instances", request.instances, 1, _MAX_INSTANCES)
     check_range("--max-queue", request.max_queue, 0, MAX_COUNT)
-    if any(not 0 <= gpu < _MAX_GPUS for gpu in request.gpus) or len(set(request.gpus)) != len(request.gpus):
-        raise UsageError(f"--gpus must be different numbers from 0, not {','.join(map(str, request.gpus))}")
-
-
-def _gpus(request: ExportRequest, manifest: Manifest) -> tuple[int, ...]:
+    gpus = request.gpus
+    if any(not 0 <= gpu < _MAX_GPUS for gpu in gpus) or len(set(gpus)) != len(gpus):
+        raise UsageError(f"--gpus must be different numbers from 0, not {','.join(map(str, gpus))}")
     if not BACKENDS[manifest.backend].on_cpu:
-        return request.gpus or (0,)
-    if request.gpus:
+        return gpus or (0,)
+    if gpus:
         raise UsageError(
             f"--gpus is for engines that run on GPUs; this one has backend {manifest.backend} and runs on the CPU"
         )
     return ()
-
-
-def _check_places(engine: Path, destination: Path) -> None:
-    if destination.is_relative_to(engine):
-        raise UsageError(f"{destination} lies inside the engine directory; choose another repository")
-    if engine.is_relative_to(destination):
-        raise UsageError(f"the engine {engine} lies inside {destination}, which would be replaced; name another model")
 
 
 def _check_untouched(destination: Path) -> None:
@@ -177,27 +173,29 @@ def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: 
     destination.mkdir()
     total, done = sum(entry.size for entry in manifest.files.values()), 0
     for name in (*manifest.files, MANIFEST):
-        _copy(source / name, destination / name)
+        shutil.copyfile(source / name, destination / name)
         done += manifest.files[name].size if name in manifest.files else 0
         progress("copy engine", done, total)
-    if (source / PROFILE).is_file():
-        try:
-            _copy(source / PROFILE, destination / PROFILE)
-        except ArtifactError as error:
-            _log.warning("%s; the exported model measures latencies itself, at every start", error)
+    with suppress(FileNotFoundError, PermissionError):  # without one, the model measures latencies itself
+        shutil.copyfile(source / PROFILE, destination / PROFILE)
 
 
-def _copy(source: Path, destination: Path) -> None:
-    """Raises ArtifactError where the source cannot be read, OSError where the destination cannot be written."""
-    try:
-        with source.open("rb"):
-            pass
-    except OSError as error:
-        raise ArtifactError(f"{source} cannot be read ({error.strerror})") from error
-    shutil.copyfile(source, destination)
-
-
-def _curl(name: str, layout: str, *, stream: bool) -> str:
-    path = "generate_stream" if stream else "generate"
-    question = _QUESTIONS[layout] % ("true" if stream else "false")
-    return f"curl -s localhost:8000/v2/models/{name}/{path} -d '{question}'"
+def _machine(manifest: Manifest) -> str:
+    """Sentences on what the engine needs of the machine: processor or GPU, driver, release of TensorRT, libraries."""
+    backend, precision = BACKENDS[manifest.backend], PRECISIONS[manifest.precision]
+    if backend.on_cpu:
+        return "It runs on CPUs."
+    kinds = manifest.toolchain.get("gpus") or f"sm{manifest.toolchain.get('sm', '')}"
+    gpus = f" ({kinds.replace(' ', ', ')})" if backend.plans and kinds != "sm" else ""
+    words = [f"It runs on an NVIDIA GPU{gpus} with driver {DRIVER} or newer; `ddtree-trt doctor` says what is missing."]
+    if backend.plans and (release := manifest.toolchain.get(manifest.backend)):
+        words.append(f"It was built with {backend.title} {release} and is for that release.")
+    needed = library.PLUGINS if manifest.attention == "plugin" else None
+    if backend.kernels:
+        needed = library.TORCH if precision.half else None
+    if needed:
+        words.append(
+            f"It needs {needed}, which `make plugins` makes in `ddtree_trt/plugins/` of that checkout: copy it into "
+            "the same folder of the installed package."
+        )
+    return " ".join(words)

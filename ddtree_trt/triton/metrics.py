@@ -10,32 +10,30 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddtree_trt.runtime import figures
+from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, SECONDS, SECONDS_PER_TOKEN, Unit
 
 _log = logging.getLogger(__name__)
 # Outcomes of requests.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
-# Published metrics: rows of the table of figures, and the model's counters.
+# Published beside the rows of the table: the model's own counters.
 REQUESTS = "ddtree_requests_total"
 RESPONSES = "ddtree_responses_total"
 FORWARD_SECONDS = "ddtree_forward_seconds_total"
 FORWARD_CPU_SECONDS = "ddtree_forward_cpu_seconds_total"
-REQUEST_FIGURES = {row.published: row for row in figures.COUNTERS if row.triton}
-ENGINE_FIGURES = {row.published: row for row in figures.GAUGES if row.triton}
-COUNTERS = {
-    **{row.published: row.triton for row in figures.COUNTERS if row.triton},
-    RESPONSES: "Responses sent, parts of streams included",
-    FORWARD_SECONDS: "Seconds spent making and sending responses, waits for the server included",
-    FORWARD_CPU_SECONDS: "Processor seconds of the same",
+OWN = {
+    RESPONSES: "Responses sent, parts of streams included.",
+    FORWARD_SECONDS: "Seconds spent making and sending responses, waits for the server included.",
+    FORWARD_CPU_SECONDS: "Processor seconds of the same.",
 }
-GAUGES = {row.published: row.triton for row in figures.GAUGES if row.triton}
-# Those of whole requests: one of every round or token would cost an exchange with the server each.
-HISTOGRAMS = {row.published: row for row in figures.HISTOGRAMS if row.triton}
-_BOUNDS = {"seconds": figures.SECONDS, "seconds per token": figures.SECONDS_PER_TOKEN}
+REQUEST_COUNTERS = {row.name: row for row in COUNTERS if row.triton}
+ENGINE_GAUGES = {row.name: row for row in GAUGES if row.triton}
+# Of whole requests: one of every round or token would cost an exchange with the server each.
+REQUEST_HISTOGRAMS = {row.name: row for row in HISTOGRAMS if row.triton}
+_BOUNDS: dict[Unit, Sequence[float]] = {"seconds": SECONDS, "seconds per token": SECONDS_PER_TOKEN}
 
 
 class Metrics:
@@ -54,18 +52,18 @@ class Metrics:
         self._observed: list[tuple[str, float]] = []
         self._adding = threading.Lock()
         self._flushing = threading.Lock()
-        for name, text in COUNTERS.items():
+        for name, text in {**{name: row.text for name, row in REQUEST_COUNTERS.items()}, **OWN}.items():
             self._make(family, name, text, family.COUNTER, {name: dict(labels)})
-        for name, text in GAUGES.items():
-            self._make(family, name, text, family.GAUGE, {name: dict(labels)})
+        for name, gauge in ENGINE_GAUGES.items():
+            self._make(family, name, gauge.text, family.GAUGE, {name: dict(labels)})
         self._histograms = getattr(family, "HISTOGRAM", None) is not None
         if not self._histograms:
             _log.warning("this server's Python backend has no histograms; latencies are not published")
-        for name, row in HISTOGRAMS.items() if self._histograms else ():
+        for name, row in REQUEST_HISTOGRAMS.items() if self._histograms else ():
             bounds = list(_BOUNDS[row.unit])
-            self._make(family, name, str(row.triton), family.HISTOGRAM, {name: dict(labels)}, buckets=bounds)
+            self._make(family, name, row.text, family.HISTOGRAM, {name: dict(labels)}, buckets=bounds)
         outcomes = {outcome: {**labels, "outcome": outcome} for outcome in OUTCOMES}
-        self._make(family, REQUESTS, "Requests that ended, by how", family.COUNTER, outcomes)
+        self._make(family, REQUESTS, "Requests that ended, by how.", family.COUNTER, outcomes)
 
     def _make(
         self, family: Any, name: str, text: str, kind: Any, members: Mapping[str, dict[str, str]], **options: Any

@@ -6,7 +6,8 @@ Every input in the table of `inputs` is honoured, or has no effect by its value;
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,8 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
     for name, field in FIELDS.items():
         if name in inputs:
             several = PARAMETERS[field].type == tuple[str, ...]
-            sources.append((field, _words(inputs, name) if several else _scalar(inputs, name, None), name))
+            words = [word for word in _values(name, inputs[name]) if word] if several else None
+            sources.append((field, _scalar(inputs, name, None) if words is None else words, name))
     if (guide := _guide(inputs)) is not None:
         sources.append((STRUCTURED, guide, "guided_decoding_guide"))
     if "end_id" in inputs:
@@ -120,24 +122,17 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
     return SamplingParams.from_mapping(fields)
 
 
-# TensorRT-LLM's types of guides → the value of a constraint.
-_GUIDES: Mapping[str, Callable[[str], StructuredOutput]] = {
-    "json": lambda guide: StructuredOutput(json_object=True),
-    "json_schema": lambda guide: StructuredOutput(json_schema=guide),
-    "regex": lambda guide: StructuredOutput(regex=guide),
-    "ebnf_grammar": lambda guide: StructuredOutput(grammar=guide),
-}
-
-
 def _guide(inputs: Inputs) -> StructuredOutput | None:
     """The constraint that TensorRT-LLM's two inputs state; None where they are not given, or empty."""
     kind, guide = (_scalar(inputs, f"guided_decoding_{name}", "") for name in ("guide_type", "guide"))
     if not kind and not guide:
         return None
-    if kind not in _GUIDES:
-        raise UsageError(f"guided_decoding_guide_type must be one of {', '.join(_GUIDES)}, not {shown(kind)}")
+    fields = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
+    if kind not in fields:
+        raise UsageError(f"guided_decoding_guide_type must be one of {', '.join(fields)}, not {shown(kind)}")
     try:
-        return _GUIDES[kind](guide)
+        given: dict[str, Any] = {fields[kind]: True if kind == "json" else guide}
+        return StructuredOutput(**given)
     except UsageError as error:
         raise UsageError("guided_decoding_guide" + str(error).removeprefix(STRUCTURED)) from error
 
@@ -147,24 +142,14 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in mapping.items():
         if isinstance(value, str) and (name in _FROM_TEXT or name in _NEUTRAL):
-            value = _number(value)
-        if (name in _NEUTRAL and value == _NEUTRAL[name]) or value is None:
-            continue
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value.lower())
         if name == "logprobs" and isinstance(value, bool):
-            if not value:
-                continue
-            value = 0
-        if name == "top_k" and value == -1:  # in vLLM, all tokens
-            value = 0
-        result[name] = value
+            value = 0 if value else None
+        if value is None or (name in _NEUTRAL and value == _NEUTRAL[name]):
+            continue
+        result[name] = 0 if name == "top_k" and value == -1 else value  # in vLLM, all tokens
     return result
-
-
-def _number(text: str) -> Any:
-    try:
-        return json.loads(text.lower())
-    except (ValueError, RecursionError):
-        return text
 
 
 def _json(inputs: Inputs) -> dict[str, Any]:
@@ -173,12 +158,11 @@ def _json(inputs: Inputs) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"sampling_parameters is not JSON: {error}") from error
-    except ValueError as error:
-        raise UsageError("sampling_parameters is not JSON: a number has too many digits") from error
     except RecursionError as error:
         raise UsageError("sampling_parameters is nested too deeply; it is an object of names and values") from error
+    except ValueError as error:
+        reason = error if isinstance(error, json.JSONDecodeError) else "a number has too many digits"
+        raise UsageError(f"sampling_parameters is not JSON: {reason}") from error
     if not isinstance(data, dict):
         raise UsageError(f"sampling_parameters must be a JSON object, not {shown(data)}")
     return data
@@ -196,17 +180,16 @@ def _outputs(
     """The requested outputs, without the optional ones that were neither listed nor asked for by their switch."""
     if requested != declared:
         return requested
+    times = dict.fromkeys(
+        ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns"), _scalar(inputs, "return_perf_metrics", False)
+    )
     switches = {
         "num_input_tokens": _scalar(inputs, "return_num_input_tokens", False),
         "num_output_tokens": _scalar(inputs, "return_num_output_tokens", False),
-        layout.cum_log_probs: wants_log_probs,
-        layout.log_probs: wants_log_probs,
-        **dict.fromkeys(TIMES, _scalar(inputs, "return_perf_metrics", False)),
+        **dict.fromkeys((layout.cum_log_probs, layout.log_probs), wants_log_probs),
+        **times,
     }
     return frozenset(name for name in requested if switches.get(name, True))
-
-
-TIMES = ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns")
 
 
 def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
@@ -216,10 +199,6 @@ def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
     if len(values) != 1:
         raise UsageError(f"{name} must hold one value, not {len(values)}")
     return values[0]
-
-
-def _words(inputs: Inputs, name: str) -> list[str]:
-    return [word for word in _values(name, inputs[name]) if word]
 
 
 def _values(name: str, array: NDArray[Any]) -> list[Any]:

@@ -1,8 +1,7 @@
 """The engine behind one model instance: requests in, responses out, many at a time.
 
-Three threads besides the server's: the engine's worker, an event loop on which every request is a task that forwards
-its parts, and a watcher that ends cancelled and overdue requests and flushes the metrics. The watcher sleeps while
-there are no requests.
+Two threads besides the server's: the engine's worker, and an event loop on which every request is a task that forwards
+its parts. One task more ends cancelled requests and flushes the metrics; it sleeps while there are no requests.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,11 +20,11 @@ from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.triton.metrics import (
-    ENGINE_FIGURES,
+    ENGINE_GAUGES,
     FORWARD_CPU_SECONDS,
     FORWARD_SECONDS,
-    HISTOGRAMS,
-    REQUEST_FIGURES,
+    REQUEST_COUNTERS,
+    REQUEST_HISTOGRAMS,
     RESPONSES,
     Metrics,
 )
@@ -34,7 +32,7 @@ from ddtree_trt.triton.requests import Call
 from ddtree_trt.triton.responses import Arrays, Responder
 from ddtree_trt.triton.settings import Settings
 
-WATCH_S = 0.05  # longest delay until a cancellation or a deadline is noticed
+WATCH_S = 0.05  # longest delay until a cancellation is noticed
 _MESSAGE_BYTES = 1000  # of an error; what it repeats of a request is shorter
 _log = logging.getLogger(__name__)
 Code = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]  # names of TritonError's codes
@@ -57,22 +55,20 @@ class Reply(Protocol):
 class _Job:
     call: Call
     reply: Reply
-    responder: Responder
-    deadline: float | None  # time.monotonic()
-    future: Future[None] | None = None
-    task: asyncio.Task[None] | None = None  # set by the task itself, on the loop
-    ended_by: str | None = None  # the outcome, where another thread ends the request
+    task: asyncio.Task[None]
+    ended_by: str = "shutdown"  # the outcome, where the task is cancelled
     counted: Counter[str] = field(default_factory=Counter)  # what this request has added to the metrics
 
     def progress(self, part: RequestOutput) -> Counter[str]:
         """The counters' growth since the last call."""
-        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_FIGURES.items()})
+        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_COUNTERS.items()})
         grown, self.counted = now - self.counted, now
         return grown
 
-    def timeout_message(self) -> str:
-        timeout, tokens = (self.call.timeout_s or 0) * 1000, self.counted["ddtree_generation_tokens_total"]
-        return f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens"
+    def end(self, outcome: str) -> None:
+        """Cancel the task with this outcome."""
+        self.ended_by = outcome
+        self.task.cancel()
 
 
 class Service:
@@ -91,95 +87,96 @@ class Service:
         self._llm.core.maker.grammars.isolated = True
         self._layout = settings.layout
         self._metrics = metrics
-        self._jobs: set[_Job] = set()
-        self._lock = threading.Lock()  # guards _jobs and the start of a job against closing
-        self._busy = threading.Event()
-        self._closing = threading.Event()
+        self._jobs: set[_Job] = set()  # of the loop
+        self._closed = False
+        self._lock = threading.Lock()  # a request is begun before the service closes, or refused
         self._loop = asyncio.new_event_loop()
         self._forwarder = threading.Thread(target=self._loop.run_forever, name="ddtree-forward", daemon=True)
-        self._watcher = threading.Thread(target=self._watch, name="ddtree-watch", daemon=True)
+        self._busy = asyncio.Event()
+        self._watcher = self._loop.create_task(self._watch())
         self._flush()
         self._forwarder.start()
-        self._watcher.start()
 
     def receive(self, parse: Callable[[], Call], reply: Reply) -> None:
         """Start the request that `parse` returns; responses and errors go to `reply`. Returns at once, and raises
         nothing: an exception would fail the other requests of the batch, and leave them unanswered."""
+        call: Call | None = None
         try:
-            self._start(parse(), reply)
+            call = parse()
         except UsageError as error:
             self._finish(reply, "refused", error)
         except Exception as error:
             _log.exception("a request could not be read")
             self._finish(reply, "failed", error)
-        self._busy.set()
-
-    def _start(self, call: Call, reply: Reply) -> None:
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        job = _Job(call, reply, Responder(call, self._layout), deadline)
         with self._lock:
-            closing = self._closing.is_set()
-            if not closing:
-                self._jobs.add(job)
-                job.future = asyncio.run_coroutine_threadsafe(self._serve(job), self._loop)
-        if closing:
+            if not self._closed:
+                if call is not None:
+                    asyncio.run_coroutine_threadsafe(self._serve(call, reply), self._loop)
+                self._loop.call_soon_threadsafe(self._busy.set)
+                return
+        if call is not None:
             self._finish(reply, "shutdown")
 
     def close(self) -> None:
         """End every request, free the slots, release the engine and stop the threads."""
         with self._lock:
-            self._closing.set()
-            jobs = list(self._jobs)
-        for job in jobs:
-            self._end(job, "shutdown")
-        for job in jobs:
-            if job.future is not None:
-                job.future.exception()  # waits
-        self._busy.set()
-        self._watcher.join()
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
         self._llm.core.maker.grammars.close()
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._forwarder.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
         self._flush()
         self._metrics.close()
 
     # On the event loop.
 
-    async def _serve(self, job: _Job) -> None:
-        job.task = asyncio.current_task()
+    async def _end_all(self) -> None:
+        self._watcher.cancel()
+        for job in self._jobs:
+            job.end("shutdown")
+        await asyncio.gather(self._watcher, *(job.task for job in self._jobs), return_exceptions=True)
+
+    async def _serve(self, call: Call, reply: Reply) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        job = _Job(call, reply, task)
+        self._jobs.add(job)
         try:
-            if job.ended_by is not None:
-                raise asyncio.CancelledError
-            self._finish(job.reply, await self._forward(job))
+            async with asyncio.timeout(call.timeout_s):
+                outcome = await self._forward(job)
+            self._finish(reply, outcome)
         except asyncio.CancelledError:
-            self._finish(
-                job.reply, job.ended_by or "shutdown", job.timeout_message() if job.ended_by == "timeout" else ""
-            )
+            self._finish(reply, job.ended_by)
+        except TimeoutError:
+            timeout, tokens = 1000 * (call.timeout_s or 0), job.counted["vllm:generation_tokens_total"]
+            self._finish(reply, "timeout", f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens")
         except (UsageError, MissingDependency) as error:
-            self._finish(job.reply, "refused", error)
+            self._finish(reply, "refused", error)
         except QueueFull as error:
-            self._finish(job.reply, "overloaded", error)
+            self._finish(reply, "overloaded", error)
         except Exception as error:  # of the engine or of this module: the client must get an error
             _log.exception("a request failed")
-            self._finish(job.reply, "failed", error)
+            self._finish(reply, "failed", error)
         finally:
-            with self._lock:
-                self._jobs.discard(job)
+            self._jobs.discard(job)
             self._busy.set()
 
     async def _forward(self, job: _Job) -> str:
         """Send the request's responses; returns the outcome."""
+        call, responder = job.call, Responder(job.call, self._layout)
         whole: RequestOutput | None = None
-        if job.call.params.structured is not None:  # compiling takes its time, which others should not wait
-            await asyncio.to_thread(self._llm.core.maker.grammars.check, job.call.params.structured)
-        with self._llm.submit(job.call.prompt, job.call.params) as submission:
+        if call.params.structured is not None:  # compiling takes its time, which others should not wait
+            await asyncio.to_thread(self._llm.core.maker.grammars.check, call.params.structured)
+        with self._llm.submit(call.prompt, call.params) as submission:
             async for part in submission:
                 started, cpu = time.perf_counter(), time.thread_time()
-                whole = part if whole is None or job.call.stream else whole.joined(part)
+                whole = part if whole is None or call.stream else whole.joined(part)
                 grown = job.progress(part)
-                if job.call.stream or part.finished:
-                    job.reply.send(job.responder.arrays(whole), final=part.finished)
+                if call.stream or part.finished:
+                    job.reply.send(responder.arrays(whole), final=part.finished)
                     grown[RESPONSES] = 1
                 spent = {
                     FORWARD_SECONDS: time.perf_counter() - started,
@@ -187,8 +184,33 @@ class Service:
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
-        self._metrics.observe((name, x) for name, row in HISTOGRAMS.items() for x in row.read(whole.metrics))
+        self._metrics.observe((name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.read(whole.metrics))
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
+
+    async def _watch(self) -> None:
+        while True:
+            await self._busy.wait()
+            self._busy.clear()
+            jobs = [*self._jobs]
+            try:
+                for job in await asyncio.to_thread(self._look_after, jobs):
+                    job.end("cancelled")
+            except Exception:  # later cancellations must still be noticed
+                _log.exception("looking after the requests failed")
+                self._busy.set()
+            if jobs or self._llm.running or self._llm.waiting:  # a cancelled request frees its slot a little later
+                self._busy.set()
+            await asyncio.sleep(WATCH_S)
+
+    # On any thread.
+
+    def _look_after(self, jobs: list[_Job]) -> list[_Job]:
+        """Flush the metrics; returns the jobs whose clients have gone. Both wait for the server."""
+        self._flush()
+        return [job for job in jobs if job.reply.cancelled()]
+
+    def _flush(self) -> None:
+        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
         """Count a request that ended, and send its error where it did not end with a response."""
@@ -201,45 +223,6 @@ class Service:
             reply.fail(code, message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore"))
         except Exception:  # the server refused the answer, and the client cannot be reached otherwise
             _log.exception("a client could not be told that its request ended: %s", outcome)
-
-    # On any thread.
-
-    def _end(self, job: _Job, outcome: str) -> None:
-        """Cancel a request's task with this outcome. A task that has not begun ends when it begins."""
-        job.ended_by = outcome
-        self._loop.call_soon_threadsafe(lambda: job.task and job.task.cancel())
-
-    # On the watcher's thread.
-
-    def _watch(self) -> None:
-        while not self._closing.is_set():
-            self._busy.wait()
-            self._busy.clear()
-            try:
-                self._check_jobs()
-            except Exception:  # later cancellations must still be noticed
-                _log.exception("looking after the requests failed")
-                self._busy.set()
-            self._closing.wait(WATCH_S)
-
-    def _check_jobs(self) -> None:
-        """End cancelled and overdue requests, flush the metrics, and set `_busy` while there are requests."""
-        with self._lock:
-            jobs = list(self._jobs)
-        for job in jobs:
-            if job.ended_by is None and (outcome := self._outcome_to_end_with(job)) is not None:
-                self._end(job, outcome)
-        self._flush()
-        if jobs or self._llm.running or self._llm.waiting:  # a cancelled request frees its slot a little later
-            self._busy.set()
-
-    def _outcome_to_end_with(self, job: _Job) -> str | None:
-        if job.deadline is not None and time.monotonic() > job.deadline:
-            return "timeout"
-        return "cancelled" if job.reply.cancelled() else None
-
-    def _flush(self) -> None:
-        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_FIGURES.items()})
 
 
 def _error_reply(outcome: str, cause: Exception | str) -> tuple[Code, str]:

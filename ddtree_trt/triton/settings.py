@@ -63,18 +63,15 @@ class Settings:
             )
         if given["layout"] not in _LAYOUTS:
             raise ArtifactError(f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUT_NAMES)}")
+        for key in ("max_queue", "threads"):
+            if not given[key].isdecimal():
+                raise ArtifactError(f"config.pbtxt of {name!r}: {key} must be a whole number, not {given[key]!r}")
         return cls(
             layout=_LAYOUTS[given["layout"]],
-            max_queue=_count(name, "max_queue", given["max_queue"]),
-            threads=_count(name, "threads", given["threads"]),
+            max_queue=int(given["max_queue"]),
+            threads=int(given["threads"]),
             outputs=frozenset(output["name"] for output in model_config["output"]),
         )
-
-
-def _count(model: str, key: str, text: str) -> int:
-    if not text.isdecimal():
-        raise ArtifactError(f"config.pbtxt of {model!r}: {key} must be a whole number, not {text!r}")
-    return int(text)
 
 
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -15,6 +15,7 @@ from ddtree_trt.artifact.files import MANIFEST, newest_engine
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, Limits, load_manifest, parse_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.models.rope_scaling import RopeScaling
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,11 @@ from ddtree_trt.errors import ArtifactError
         {"backend": "tensorrt-rtx", "precision": "bf16"},
         {"golden_tau": {}, "stop_token_ids": (), "chat_template_args": {"nested": {"a": [1, None]}}},
         {"target_dims": dataclasses.replace(DIMS, rope_theta=1000000)},
+        {
+            "target_dims": dataclasses.replace(
+                DIMS, qk_norm=False, qkv_bias=True, rope_scaling=RopeScaling("linear", 2.0)
+            )
+        },
     ],
 )
 def test_round_trip(changes: dict[str, Any]) -> None:
@@ -34,6 +40,12 @@ def test_round_trip(changes: dict[str, Any]) -> None:
     assert again == manifest
     assert type(again.drafter_dims) is type(manifest.drafter_dims)
     assert type(again.target_dims.rope_theta) is float
+
+
+def test_switches_at_their_default_are_not_said() -> None:
+    """As before there were any: an older runtime reads such an engine."""
+    for dims in ("target_dims", "drafter_dims"):
+        assert not json.loads(make_manifest().to_json())[dims].keys() & {"qk_norm", "qkv_bias", "rope_scaling"}
 
 
 def test_what_computes_attention() -> None:
@@ -86,6 +98,17 @@ def test_the_command_that_rebuilds_plans() -> None:
         ("target_dims.num_kv_heads", 3, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ("target_dims.rms_norm_eps", -1.0, "m: target_dims.rms_norm_eps must be a number from"),
         ("target.sha256", "0", "m: target.sha256 must be a sha256"),
+        ("target_dims.qk_norm", 1, "m: target_dims.qk_norm must be true or false, found 1"),
+        (
+            "target_dims.rope_scaling",
+            {"rope_type": "longrope"},
+            "rope_type must be 'linear', 'llama3' or 'yarn', found",
+        ),
+        (
+            "drafter_dims.rope_scaling",
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 5.0},
+            "drafter_dims.rope_scaling: beta_fast 4 is below beta_slow 5",
+        ),
         ("drafter_kind", "autoregressive", "m: drafter_dims.block_size is unknown"),
         ("drafter_dims.tap_layers", [0, "x"], "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999"),
         ("drafter_dims.tap_layers", 3, "m: drafter_dims.tap_layers must be a list, found 3"),
@@ -163,7 +186,10 @@ def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ("Qwen/Qwen3-8B", "of a model of the Hugging Face hub build one with: {build} --checkpoint Qwen/Qwen3-8B --dr"),
+        (
+            "Qwen/Qwen3-8B",
+            "build one of that model of the Hugging Face hub with: {build} --checkpoint Qwen/Qwen3-8B --dr",
+        ),
         ("README.md", "README.md is a file, and an engine directory is expected"),
         ("engines/qwen3-8b", "no engine at engines/qwen3-8b; build one with: {build} --target qwen3-8b"),
         ("engines", "engines is not an engine directory: it has no manifest.json; give one that {build} wrote"),

@@ -20,14 +20,14 @@ from ddtree_trt.artifact.manifest import Limits, load_manifest
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.drafters.kind import LEVELS
+from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree
 from workbench.ablate import ablate, build_times, limits_for, main, text
-from workbench.ablate.replay import KnownText, Questions, TreePlan, draft_anew, record, replay
-from workbench.ablate.trees import BEAM, CHAIN, EAGLE2, HEAP, POLICIES, without_conditions
+from workbench.ablate.replay import KnownText, Questions, TreePlan, record, replay
+from workbench.ablate.trees import BEAM, CHAIN, EAGLE2, HEAP, POLICIES, Policy, without_conditions
 
 
 def random_draft(seed: int, length: int = 4, candidates: int = 5) -> Marginals:
@@ -168,13 +168,13 @@ def eagle(eagle_directory: Path) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("nodes", [5, 48])
-def test_drafts_by_levels_are_made_for_each_tree(eagle: Session, nodes: int) -> None:
+@pytest.mark.parametrize("policy", [EAGLE2, HEAP], ids=lambda policy: policy.name)
+def test_drafts_by_levels_serve_trees_of_every_size(eagle: Session, policy: Policy, nodes: int) -> None:
+    """The heap over what the drafter expanded is EAGLE-2's tree."""
     texts = texts_of(eagle)
-    plan = TreePlan(EAGLE2, nodes, LEVELS)
-    found = replay([KnownText(tuple(ids), start) for ids, start in texts], plan, draft_anew(eagle.engine, plan))
+    found = replay(record(eagle.engine, texts, EXPANDED), TreePlan(policy, nodes, LEVELS))
     outputs = [decode(eagle, ids[:start], tree_budget=nodes) for ids, start in texts]
     assert found.lengths == tuple(tuple(o.metrics.acceptance_lengths) for o in outputs)
-    eagle.engine.truncate(0, 0)
 
 
 # The whole

@@ -17,9 +17,8 @@ from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import Case, CheckSettings
 from ddtree_trt.check.agreement import Agreement, ContextBin, Text, measure_agreement
-from ddtree_trt.check.drafting import CAUSES, DraftingFinding, answers
-from ddtree_trt.check.findings import CheckReport, describe
-from ddtree_trt.check.run import check_engine
+from ddtree_trt.check.findings import CAUSES, CheckReport, DraftingFinding, describe
+from ddtree_trt.check.run import answers, check_engine
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
 

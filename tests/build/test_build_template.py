@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_json, make_drafter, make_pair, make_target, make_tokenizer
+from checkpoints import edit_json, make_drafter, make_pair, make_target
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -17,6 +16,7 @@ from ddtree_trt.artifact.template_arguments import (
     template_variables,
 )
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.cli import app
 from ddtree_trt.errors import CheckpointError, UsageError
 from ddtree_trt.reading import Source
@@ -213,19 +213,6 @@ def test_a_template_without_end_is_not_parsed(tmp_path: Path, monkeypatch: pytes
         template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE + 1)), source(tmp_path))
 
 
-def test_a_build_parses_the_template_once(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed = []
-
-    def noted(tokenizer: Any, origin: Source) -> set[str] | None:
-        parsed.append(origin)
-        return template_variables(tokenizer, origin)
-
-    monkeypatch.setattr("ddtree_trt.build.compile.template_variables", noted)
-    assert len(notes_of(request(pair, tmp_path / "engine"))) == len(parsed) == 1
-
-
 def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With directories of one's own, too: their template need not know the preset's argument."""
     target, drafter = make_target(tmp_path / "t"), make_drafter(tmp_path / "d")
@@ -239,7 +226,10 @@ def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, m
             force=True,
             chat_template_args=given,
         )
-        assert compile_engine(asked).chat_template_args == stored
+        manifest = compile_engine(asked)
+        assert manifest.chat_template_args == stored
+        preset = PRESETS["qwen3-8b"]
+        assert (manifest.golden_tau, manifest.limits.max_batch) == (preset.golden_tau, preset.limits.max_batch)
     (target / "chat_template.jinja").unlink()
     assert compile_engine(BuildRequest(**{**vars(asked), "chat_template_args": {}})).chat_template_args
 
@@ -252,8 +242,6 @@ def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, m
     [
         ({"model": {"type": "abacus", "vocab": {}}}, "no usable tokenizer"),
         ({"pre_tokenizer": {"type": "x"}}, "no usable tokenizer"),
-        ({"added_tokens": [{"id": "7", "content": "x"}]}, "a token's id must be an integer"),
-        ({"added_tokens": 5}, "added_tokens must be a list, found 5"),
     ],
 )
 def test_tokenizers_that_do_not_load(
@@ -264,21 +252,3 @@ def test_tokenizers_that_do_not_load(
         compile_engine(request(pair, tmp_path / "engine"))
     assert str(caught.value).isprintable()
     assert not (tmp_path / "engine").exists()
-
-
-def test_tokens_that_only_the_settings_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """A token added by tokenizer_config.json gets the next id, which the target may not have."""
-    edit_json(pair[0] / "tokenizer_config.json", additional_special_tokens=["<new>"], extra_special_tokens=["<new>"])
-    with pytest.raises(CheckpointError, match="the tokenizer has token 96, the target's vocab_size is 96"):
-        compile_engine(request(pair, tmp_path / "engine"))
-
-
-def test_a_token_id_of_infinity(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    make_tokenizer(pair[0], 96)
-    text = (pair[0] / "tokenizer.json").read_text()
-    (pair[0] / "tokenizer.json").write_text(text.replace('"t95": 95', '"t95": Infinity'))
-    with pytest.raises(CheckpointError, match="it is not valid JSON"):
-        compile_engine(request(pair, tmp_path / "engine"))
-    (pair[0] / "tokenizer.json").write_text(json.dumps({**json.loads(text), "x": 1})[:-1] + ', "y": ' + "[" * 99_999)
-    with pytest.raises(CheckpointError, match="recursion limit exceeded"):
-        compile_engine(request(pair, tmp_path / "engine"))

@@ -23,7 +23,6 @@ from ddtree_trt.device.gpus import Gpu, visible_gpus
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.registry import checkpoint_shapes
-from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import library
 
@@ -214,13 +213,6 @@ def test_a_build_says_it_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
     named = dataclasses.replace(request, backend="onnxruntime", force=True)
     assert dry_run(named).reason is None
     compile_engine(named, notice=lambda line: pytest.fail(line))
-
-
-def test_options_are_checked_for_the_backend_that_was_chosen(tmp_path: Path) -> None:
-    target, drafter = make_pair(tmp_path / "pair")
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", attention="native")
-    with pytest.raises(UsageError, match="--attention is for --backend tensorrt"):
-        compile_engine(request)
 
 
 def test_the_outline_has_what_the_checkpoint_has(tmp_path: Path) -> None:

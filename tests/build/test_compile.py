@@ -21,7 +21,6 @@ from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
-from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
@@ -150,33 +149,6 @@ def test_names_and_destinations(tmp_path: Path) -> None:
     pair = make_pair(tmp_path)
     manifest = compile_engine(BuildRequest(checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e"))
     assert manifest.name == "target" and manifest.chat_template_args == {} == manifest.golden_tau
-
-
-def test_a_preset_keeps_its_arguments_with_local_directories(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path)
-    manifest = compile_engine(
-        BuildRequest(target="qwen3-8b", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e")
-    )
-    assert manifest.chat_template_args == {"enable_thinking": False}
-    assert manifest.golden_tau == dict(PRESETS["qwen3-8b"].golden_tau)
-    assert manifest.limits.max_batch == PRESETS["qwen3-8b"].limits.max_batch
-
-
-def test_a_hub_preset_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot's directory name, a commit, becomes the revision; only data files are asked for."""
-    target, drafter = make_pair(tmp_path)
-    homes = {"Qwen/Qwen3-4B": target, "z-lab/Qwen3-4B-DFlash-b16": drafter}
-    asked = []
-
-    def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any) -> str:
-        asked.append(repository)
-        assert not any(pattern.endswith(".py") or pattern == "*" for pattern in allow_patterns)
-        return str(homes[repository])
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    manifest = compile_engine(BuildRequest(target="qwen3-4b", output=tmp_path / "e"))
-    assert asked == [*homes, *homes]  # configurations, by which the backend is chosen, before weights
-    assert (manifest.target.name, manifest.target.revision) == ("Qwen/Qwen3-4B", "target")
 
 
 # The weight file

@@ -13,7 +13,6 @@ import torch
 import transformers
 from checkpoints import (
     BY_SWITCHES,
-    SCALINGS,
     TARGET_DIMS,
     dims_of,
     edit_json,
@@ -24,30 +23,14 @@ from checkpoints import (
 )
 from safetensors.numpy import load_file
 
-import ddtree_trt
-from ddtree_trt.artifact.files import MANIFEST
-from ddtree_trt.artifact.manifest import Manifest, load_manifest, parse_manifest
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.compile import BuildRequest
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.drafters.registry import checkpoint_shapes
-from ddtree_trt.errors import ArtifactError, CheckpointError
+from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import language_model_shapes
-from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
-
-
-def test_what_is_offered() -> None:
-    assert list(FAMILIES.values()) == [QWEN3, LLAMA, MISTRAL, QWEN2, QWEN3_MOE]
-
-
-def test_names_are_in_one_room() -> None:
-    """No other module of the package names a tensor of a layer, or a family."""
-    package = Path(ddtree_trt.__file__).parent
-    families = r"(?:Qwen\d|Llama|Mistral)ForCausalLM\b|model_type\W+(?:qwen|llama|mistral)"
-    words = re.compile(rf"self_attn|layernorm\b|(?<!head\.)(?:gate|up|down|o)_proj|{families}")
-    found = {str(f.relative_to(package)) for f in package.rglob("*.py") if words.search(f.read_text("utf-8"))}
-    assert found == {"models/decoder.py", "models/families.py"}
+from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -130,63 +113,6 @@ def test_another_arithmetic_is_refused(family: Family, changes: dict[str, Any], 
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("family", BY_SWITCHES.values(), ids=BY_SWITCHES)
-def test_tensors_of_another_family_are_refused(family: Family, tmp_path: Path) -> None:
-    """Weights of one family under the configuration of another: a part too many, or one too few."""
-    path = make_target(tmp_path / "t")
-    edit_json(path / "config.json", model_type=family.model_type, architectures=[family.architecture])
-    part = "lacks model.layers.0.self_attn.q_proj.bias" if family.qkv_bias else "holds model.layers.0.self_attn.q_norm"
-    with pytest.raises(CheckpointError, match=part):
-        load_checkpoint(path)
-
-
-def build(path: Path, family: Family, **options: Any) -> Manifest:
-    target, drafter = make_pair(path, family=family)
-    return compile_engine(
-        BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=path / "engine", **options)
-    )
-
-
-@pytest.mark.parametrize("family", BY_SWITCHES.values(), ids=BY_SWITCHES)
-def test_an_engine_carries_the_switches(family: Family, tmp_path: Path) -> None:
-    """The runtime has no table of families: the manifest says what there is."""
-    manifest = build(tmp_path, family)
-    loaded = load_manifest(tmp_path / "engine")
-    for dims in (manifest.target_dims, loaded.target_dims, loaded.drafter_dims):
-        assert {name: getattr(dims, name) for name in family.switches} == family.switches
-
-
-def test_manifests_say_no_switch_at_its_default(tmp_path: Path) -> None:
-    """As before there were switches: an older runtime reads such an engine. A switch that is said is read too."""
-    manifest = build(tmp_path, QWEN3)
-    body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
-    for dims in ("target_dims", "drafter_dims"):
-        assert not body[dims].keys() & {*QWEN3.switches, "rope_scaling"}
-    assert parse_manifest(json.dumps(body), "m") == manifest
-    for dims in ("target_dims", "drafter_dims"):
-        body[dims] |= QWEN3.switches
-    assert parse_manifest(json.dumps(body), "m") == manifest
-    body["target_dims"]["qk_norm"] = 1
-    with pytest.raises(ArtifactError, match=r"target_dims\.qk_norm must be true or false, found 1"):
-        parse_manifest(json.dumps(body), "m")
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-def test_an_engine_carries_the_scalings_of_both_networks(name: str, tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", rope_scaling=SCALINGS[name])
-    drafter = make_drafter(tmp_path / "drafter", rope_scaling=SCALINGS["yarn"])
-    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=tmp_path / "engine"))
-    loaded = load_manifest(tmp_path / "engine")
-    assert (loaded.target_dims.rope_scaling, loaded.drafter_dims.rope_scaling) == (SCALINGS[name], SCALINGS["yarn"])
-    body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
-    body["drafter_dims"]["rope_scaling"]["beta_slow"] = 5.0
-    with pytest.raises(ArtifactError, match=r"drafter_dims\.rope_scaling: beta_fast 4 is below beta_slow 5"):
-        parse_manifest(json.dumps(body), "m")
-    body["drafter_dims"]["rope_scaling"]["rope_type"] = "longrope"
-    with pytest.raises(ArtifactError, match=r"rope_scaling\.rope_type must be 'linear', 'llama3' or 'yarn', found 'lo"):
-        parse_manifest(json.dumps(body), "m")
 
 
 @pytest.mark.parametrize(

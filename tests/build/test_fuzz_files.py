@@ -29,7 +29,7 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.terminal import printing as terminal
 
-FAST, SLOW = 6, 50  # seeds, of 40 cases of builds and 40 of manifests each
+FAST, SLOW = 2, 50  # seeds, of 40 cases of builds and 40 of manifests each
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 FILES = (
     "target/config.json",

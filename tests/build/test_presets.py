@@ -8,7 +8,7 @@ import pytest
 from checkpoints import edit_json, make_target, make_tokenizer
 
 from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
-from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
+from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer, open_tokenizer
 from ddtree_trt.build.presets import PRESETS, find_preset
 from ddtree_trt.build.sources import HubSource, PackagedSource
 from ddtree_trt.errors import CheckpointError, UsageError
@@ -23,29 +23,31 @@ BY_METHOD = {"tiny-eagle3": {"eagle"}}  # where they are not those of a block dr
 def test_tokenizer_beside_the_checkpoint(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", tokenizer=False)
     with pytest.raises(CheckpointError, match="has no tokenizer"):
-        find_tokenizer(target, 96)
+        find_tokenizer(target)
     make_tokenizer(tmp_path / "tokenizer", 96)
-    assert find_tokenizer(target, 96) == tmp_path / "tokenizer"
+    assert find_tokenizer(target) == tmp_path / "tokenizer"
     make_tokenizer(target, 96)
-    assert find_tokenizer(target, 96) == target
+    assert find_tokenizer(target) == target
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     def refused(message: str) -> None:
-        with pytest.raises(CheckpointError, match=message):
-            find_tokenizer(tmp_path, 96)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            open_tokenizer(find_tokenizer(tmp_path), tmp_path, 96)
+        assert str(caught.value).isprintable()
 
     make_tokenizer(tmp_path, 97)
-    refused("has token 96, the target's vocab_size is 96")
+    refused("has token 96, the target's vocab_size is 96; fetch the tokenizer again, that of the target")
     make_tokenizer(tmp_path, 96)
-    edit_json(tmp_path / "tokenizer.json", added_tokens=[{"id": 200, "content": "<|im_end|>"}])
-    refused("has token 200")
-    edit_json(tmp_path / "tokenizer.json", model=None)
-    refused("model.vocab must be the vocabulary, found null")
-    (tmp_path / "tokenizer.json").write_text("[]")
-    refused("not a JSON object")
-    (tmp_path / "tokenizer.json").write_text("{")
-    refused("is not valid JSON")
+    edit_json(tmp_path / "tokenizer_config.json", extra_special_tokens=["<new>"])  # it gets the next id
+    refused("has token 96")
+    for changes in ({"model": None}, {"added_tokens": 5}, {"added_tokens": [{"id": "7", "content": "x"}]}):
+        make_tokenizer(tmp_path, 96)
+        edit_json(tmp_path / "tokenizer.json", **changes)
+        refused("no usable tokenizer")
+    for text in ("[]", "{", '{"added_tokens": ' + "[" * 99_999, '{"x": Infinity}'):
+        (tmp_path / "tokenizer.json").write_text(text)
+        refused("no usable tokenizer")
     make_tokenizer(tmp_path, 96)
     (tmp_path / "tokenizer_config.json").unlink()
     refused("has no tokenizer_config.json")
@@ -84,7 +86,7 @@ def test_packaged_presets_load_and_fit() -> None:
         if isinstance(preset.target, PackagedSource) and isinstance(preset.drafter, PackagedSource):
             target, drafter = load_checkpoint(preset.target.directory), load_checkpoint(preset.drafter.directory)
             check_pair(target, drafter)
-            find_tokenizer(preset.target.directory, target.dims.vocab_size)
+            open_tokenizer(find_tokenizer(preset.target.directory), preset.target.directory, target.dims.vocab_size)
             assert target.stop_token_ids
 
 

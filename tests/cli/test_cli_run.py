@@ -93,7 +93,7 @@ def test_json_has_text_usage_and_metrics(cli: Cli, tiny_engine: Path) -> None:
 
 def test_profile_waits_for_the_engine(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[bool] = []
-    monkeypatch.setattr(OrtEngine, "settle", lambda engine: settled.append(True))
+    monkeypatch.setattr(OrtEngine, "synchronize", lambda engine: settled.append(True))
     request = ["run", str(tiny_engine), "--prompt", QUESTION, "--max-tokens", "8", "--json"]
     plain = CliRunner().invoke(app, request)
     assert not settled

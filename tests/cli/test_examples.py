@@ -21,7 +21,7 @@ from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.terminal.examples import is_far
+from ddtree_trt.terminal.console import is_far
 
 LEAST_PER_ROUND = 3.0
 UNKNOWN = "What is the capital of France?"

@@ -19,7 +19,6 @@ from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.check.run import engine_cases
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
-from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.routing import choose_route
 from ddtree_trt.runtime.engines.base import Draft
 from ddtree_trt.runtime.params import SamplingParams
@@ -72,8 +71,8 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters take it, rounds decode by it, `check` and `bench` measure it."""
     asked: list[int] = []
 
-    def first_two(draft: Draft, plan: TreePlan, draw: Any) -> Proposal:
-        asked.append(plan.budget)
+    def first_two(draft: Draft, budget: int, draw: Any) -> Proposal:
+        asked.append(budget)
         return Proposal(chain(marginals(draft).token_ids[:2, 0]))
 
     monkeypatch.setitem(METHODS, "pairs", dataclasses.replace(DFLASH, name="pairs", propose=first_two))

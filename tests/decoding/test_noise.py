@@ -16,7 +16,7 @@ from truth import FALSE_ALARM, chi_square
 
 from ddtree_trt import _native
 from ddtree_trt.runtime.decoding.noise import Noise
-from ddtree_trt.runtime.engines.torch import noise as torch_noise
+from ddtree_trt.runtime.engines.torch import device_round as torch_noise
 
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**40 - 1)

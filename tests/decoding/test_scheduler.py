@@ -152,8 +152,8 @@ def test_only_profiling_waits_for_the_engine() -> None:
         finish(Scheduler(engine, profile=profile), [c])
         verbs[profile] = [call.verb for call in engine.calls]
         assert all(c.metrics.stage_s[stage] > 0 for stage in ("prefill", *ROUND_STAGES))
-    assert "settle" not in verbs[False]
-    assert verbs[True] == [verb for plain in verbs[False] for verb in (plain, "settle")]
+    assert "synchronize" not in verbs[False]
+    assert verbs[True] == [verb for plain in verbs[False] for verb in (plain, "synchronize")]
 
 
 def test_an_engine_that_failed_is_not_waited_for() -> None:

@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import make_budgets, make_profile
 
+from ddtree_trt import _native
+from ddtree_trt.runtime.candidates import Bilinear, Candidates, LinkedRows, Marginals
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, RoundPlan, SlotInput
 from ddtree_trt.runtime.tree import (
     EMPTY,
     DraftTree,
-    behind,
+    best_tree,
     build_tree,
     chain,
     chain_parents,
     compile_tree,
     descend,
+    prepend_chain,
     spine_first,
     walk,
 )
@@ -182,10 +187,40 @@ def test_the_spine_of_a_tree_is_its_first_children(tree: DraftTree) -> None:
 
 @given(tree=trees(), tokens=st.lists(st.integers(0, 3), max_size=3), choices=CHOICES)
 def test_a_tree_behind_tokens_is_walked_like_the_tree(tree: DraftTree, tokens: list[int], choices: list[int]) -> None:
-    found, k = behind(tokens, tree), len(tokens)
+    found, k = prepend_chain(tokens, tree), len(tokens)
     assert found.token_ids.tolist() == tokens + tree.token_ids.tolist()
     assert found.depths.tolist() == [*range(1, k + 1), *(tree.depths + k)]
     assert found.log_weights.tolist() == [0.0] * k + tree.log_weights.tolist()
     walked = walk(found, np.array(tokens + choices[: 1 + len(tree)], np.int64)).tolist()
     assert walked == [*range(k), *(k + node for node in follow(tree, choices))]
     assert {part.dtype for part in (found.token_ids, found.depths, found.parents)} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("form", ["marginals", "bilinear", "linked"])
+def test_automatic_budgets_weigh_conditionals(form: str) -> None:
+    """The mass tried below a node is that of its children's conditionals; the choice is the best beginning."""
+    rng = np.random.default_rng(3)
+    unary = -np.sort(-rng.normal(0, 1.5, (4, 4)), axis=1).astype(np.float32)
+    ids = np.stack([rng.permutation(20)[:4] for _ in range(4)]).astype(np.int32)
+    pairs = Bilinear(unary, ids, *rng.normal(0, 1, (2, 4, 4, 3)).astype(np.float32))
+    forms: dict[str, Candidates] = {
+        "marginals": Marginals(unary - unary.max(), ids),
+        "bilinear": pairs,
+        "linked": LinkedRows(*pairs.child_log_probs(np.arange(13))),
+    }
+    of = forms[form]
+    plan = RoundPlan([SlotInput(AutoBudget(make_budgets(make_profile(draft_s=0.2), 32, 4)), 0, 99)])
+    (ceiling,) = plan.ceilings()
+    tree = best_tree(of, ceiling)
+    (nodes,), (decision,) = plan.choose([tree]), plan.decisions
+    assert decision is not None and 0 < nodes <= len(tree)
+    assert decision.expected_tokens == pytest.approx(1 + np.exp(tree.log_weights[:nodes]).sum(), rel=1e-9)
+    cut, path = tree.cut(nodes), np.array([0, 1], np.int32)
+    tried = np.zeros((2, len(path)))
+    _native.learn(tried, cut.parents, cut.log_weights, path, 1.0)
+    row = 0
+    for mass, node in zip(tried[1], path.tolist(), strict=True):
+        log_probs, tokens, rows = (part[0] for part in of.child_log_probs([row]))
+        among = np.isin(tokens, cut.token_ids[cut.parents[1:] == node])
+        assert mass == pytest.approx(np.exp(log_probs[among], dtype=float).sum())
+        row = int(rows[0])

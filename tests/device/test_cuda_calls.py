@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from ddtree_trt.device.cuda_calls import call, cuda_bindings, cuda_versions, current_gpu, version_text
-from ddtree_trt.device.packages import import_package
-from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.device.libraries import (
+    call,
+    cuda_bindings,
+    cuda_versions,
+    current_gpu,
+    import_package,
+    import_tensorrt,
+    version_text,
+)
 from ddtree_trt.errors import EngineError, MissingDependency
 
 SUCCESS, BROKEN = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorNoDevice")
@@ -72,7 +78,7 @@ def test_a_package_without_its_libraries(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(name: str) -> ModuleType:
         raise OSError("libnvinfer.so.11: cannot open shared object file\nand more")
 
-    monkeypatch.setattr("ddtree_trt.device.packages.importlib.import_module", broken)
+    monkeypatch.setattr("ddtree_trt.device.libraries.importlib.import_module", broken)
     with pytest.raises(MissingDependency) as caught:
         import_package("tensorrt")
     assert "(libnvinfer.so.11: cannot open shared object file)" in str(caught.value)

@@ -26,13 +26,20 @@ from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.cli import app
 from ddtree_trt.device import buffers as places
-from ddtree_trt.device.buckets import captured_passes
-from ddtree_trt.device.buffers import ALIGNMENT, CacheShape, Layout, Rows, tensorrt_buffers, with_aligned_slots
+from ddtree_trt.device.buffers import (
+    ALIGNMENT,
+    CacheShape,
+    Layout,
+    Rows,
+    captured_passes,
+    tensorrt_buffers,
+    with_aligned_slots,
+)
 from ddtree_trt.device.gpus import Gpu, find_gpus
 from ddtree_trt.device.memory import CAPTURED_LAYER_BYTES, MemoryPlan, plan_engine
 from ddtree_trt.doctor import diagnose

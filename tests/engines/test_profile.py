@@ -35,7 +35,6 @@ from ddtree_trt.runtime.engines.profile import (
 )
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.triton.export import ExportRequest, export_triton
 
 MEASURE, LEARN = measure, Costs.learn  # before the fixture of all tests has nothing measured, and rounds teach nothing
 
@@ -124,7 +123,7 @@ def test_what_rounds_show_is_saved_with_the_engine(
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     with LLM(directory) as llm:
         llm.generate("One and one", params)
-        known = llm.core._budgets.costs.corrected
+        known = llm.core.maker._budgets.costs.corrected
     assert known.corrections and read_profile(directory / PROFILE) == known
     before = {(c.kind, c.slots, c.size): c.rounds for c in known.corrections}
     llm = LLM(directory)
@@ -305,46 +304,3 @@ def test_a_full_disk_leaves_no_temporary_file(
         )
     assert len(measured) == 2
     assert {path.name for path in directory.iterdir()} == names
-
-
-# Exports
-
-
-def refuse_to_open(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As a file of another user; whoever runs the tests may be allowed everything."""
-    real = Path.open
-
-    def opened(self: Path, *args: Any, **options: Any) -> Any:
-        if self.name == name and self.parent.name == "tiny":
-            raise PermissionError(13, "Permission denied", str(self))
-        return real(self, *args, **options)
-
-    monkeypatch.setattr(Path, "open", opened)
-
-
-def test_an_export_does_without_a_profile_it_cannot_read(
-    engine: tuple[Path, list[object]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    directory, _ = engine
-    (directory / PROFILE).write_text(json.dumps(dataclasses.asdict(a_profile())))
-    refuse_to_open(monkeypatch, PROFILE)
-    model = export_triton(ExportRequest(directory, tmp_path / "models", model_name="m"))
-    assert not (model / "1" / "engine" / PROFILE).exists()
-    assert [r.getMessage() for r in caplog.records] == [
-        f"{directory / PROFILE} cannot be read (Permission denied); the exported model measures latencies itself, at "
-        "every start"
-    ]
-
-
-def test_an_export_names_the_file_it_cannot_read(
-    engine: tuple[Path, list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, _ = engine
-    monkeypatch.setattr("ddtree_trt.triton.export.verify_files", lambda *_: None)
-    refuse_to_open(monkeypatch, "weights.bin")
-    with pytest.raises(ArtifactError, match=r"tiny/weights.bin cannot be read \(Permission denied\)"):
-        export_triton(ExportRequest(directory, tmp_path / "models", model_name="m"))
-    assert not (tmp_path / "models" / "m").exists()

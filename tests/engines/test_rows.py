@@ -17,8 +17,8 @@ from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, LogitRows
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.passes import LazyRows
 
 BACKENDS = ("onnxruntime", "torch", "tensorrt", "scripted")
 

@@ -7,7 +7,7 @@ from scripted import ScriptedEngine
 from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.runtime.engines.warming import make_single_passes
+from ddtree_trt.runtime.engines.passes import make_single_passes
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.verify import verify_files
-from ddtree_trt.build.backends.tensorrt.machine import Machine, examine
+from ddtree_trt.build.backends.tensorrt.backend import Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.plugins import library

@@ -20,10 +20,10 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
+from ddtree_trt.build.backends.tensorrt.backend import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.check.run import check_engine
-from ddtree_trt.device.cuda_calls import call, cuda_bindings
+from ddtree_trt.device.libraries import call, cuda_bindings
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine

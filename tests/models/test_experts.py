@@ -23,7 +23,7 @@ from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import QWEN3_MOE
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch.parts.experts import mix_all, mix_grouped, mixture, route
+from ddtree_trt.runtime.engines.torch.experts import mix_all, mix_grouped, mixture, route
 
 # As the hub has it for Qwen3-30B-A3B; the coder differs in lengths.
 QWEN3_30B: dict[str, Any] = {

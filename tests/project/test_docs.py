@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from ddtree_trt.cli import app
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.serve.options import ServeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_the_architecture_lists_every_room() -> None:
-    """A folder of the package is in the table, or its parent is."""
-    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Where things are")[1]
-    listed = {
-        name
-        for row in table.splitlines()
-        for name in re.findall(r"`([\w/]+)/`", row.split("|")[1:2][0] if "|" in row else "")
-    }
-    for folder in {p.parent.relative_to(ROOT) for p in (ROOT / "ddtree_trt").rglob("*.py")}:
-        assert {str(folder), str(folder.parent)} & listed or str(folder) == "ddtree_trt", folder
-    assert {name for name in listed if not (ROOT / name).is_dir()} == set()
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("tools/*/README.md")])
@@ -45,6 +36,50 @@ def test_links_lead_somewhere(path: Path) -> None:
         made = there.name == "cli.md"  # by tools/documents/docs_site.py
         assert made or there.exists(), f"{path.name} links to {target}"
         assert not anchor or anchor in anchors(there), f"{path.name} links to {target}#{anchor}"
+
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+OPTIONS = {
+    name: {o for p in c.params for o in [*p.opts, *p.secondary_opts]} | {"--help"} for name, c in COMMANDS.items()
+}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_options_and_targets_are_there(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        return  # it names what went, too
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^(?:\$ )?(?:[\w./-]*/)?ddtree-trt ([a-z][^\n#]*)", blocks, re.MULTILINE)
+    for line in lines + re.findall(r"`ddtree-trt ([a-z][^`\n]+)`", text):
+        name, *words = line.split()
+        given = {word for word in words if re.match(r"--[a-z]", word)}
+        assert name in COMMANDS and given <= OPTIONS[name], line
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*re.findall(r"(?:`|^\$ )make ([\w-]+)", text, re.MULTILINE)} <= {*rules}
+
+
+def test_options_named_in_messages_are_there() -> None:
+    """What an error or a help text tells to give."""
+    known = {"--debug", "--version"}.union(*OPTIONS.values())
+    foreign = {
+        *("--config", "--port", "--revision", "--local-dir"),  # of servers and the hub's program
+        *("--query-gpu", "--format", "--gpus"),  # of nvidia-smi and docker
+        "--no",  # the beginning of a switch
+        *("--editable", "--force-reinstall", "--index-url", "--no-deps", "--pre"),  # pip's
+    }
+    for path in (ROOT / "ddtree_trt").rglob("*.py"):
+        named = re.findall(r"(?<![\w-])(--[a-z][a-z-]*[a-z])", path.read_text(encoding="utf-8"))
+        assert {*named} <= known | foreign, path
+
+
+def test_parameters_and_drafters_have_their_words() -> None:
+    table = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8").split("## Parameters")[1].split("\n\n")[1]
+    documented = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented == {field.name for field in dataclasses.fields(SamplingParams)}
+    page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    for fixture in (ROOT / "tests" / "fixtures" / "drafters").glob("*.json"):
+        assert json.loads(fixture.read_text())["checkpoint"] in page
 
 
 def test_the_repository_has_one_address() -> None:

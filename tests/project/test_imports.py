@@ -34,7 +34,7 @@ OWNERS = {
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
 # Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`.
-BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/packages.py", "drafters/kind.py"}
+BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/libraries.py", "drafters/kind.py"}
 ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
 
 # A drafter kind's package has a half of each side; the rest of it is a leaf. Its record names both halves by a text.

@@ -62,4 +62,4 @@ def test_it_is_the_deployment_s_server() -> None:
     annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
     assert PREDICTOR["annotations"] == annotations
     query = PREDICTOR["autoScaling"]["metrics"][0]["external"]["metric"]["query"]
-    assert query.startswith("sum(ddtree_requests_waiting{") and f"{MANIFEST['metadata']['name']}-predictor-" in query
+    assert query.startswith("sum(vllm:num_requests_waiting{") and f"{MANIFEST['metadata']['name']}-predictor-" in query

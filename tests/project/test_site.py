@@ -78,7 +78,7 @@ def test_pages_are_called_in_navigation_as_they_call_themselves(site: Path) -> N
 
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     command_line = (site / "reference" / "cli.html").read_text(encoding="utf-8")
-    for name in ("ddtree-trt run", "ddtree-trt bench merge", "--tree-budget", "--list-examples"):
+    for name in ("ddtree-trt run", "ddtree-trt bench", "--tree-budget", "--list-examples"):
         assert name in command_line
     python = (site / "reference" / "python.html").read_text(encoding="utf-8")
     for name in ("LLM", "AsyncLLM", "RequestOutput", "mean_acceptance_length", "UsageError"):

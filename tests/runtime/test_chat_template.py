@@ -104,17 +104,12 @@ def test_the_process_may_be_killed_between_renderings(renderer: Renderer) -> Non
     assert renderer.render("b", MESSAGES, {}) == "b"
 
 
-def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_rendering_leaves_no_answer_behind() -> None:
     renderer = Renderer()
     renderer.wait()
-
-    def interrupted(*_: object) -> bytes:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(renderer, "_read_line", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            renderer.render("a", MESSAGES, {})
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        renderer.render(NESTED, MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
     renderer.close()
 
@@ -207,12 +202,13 @@ def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
     assert [limits for _, limits in seen] == [(1000, unlimited), (500, 500), (1000, 2000)]
 
 
-def test_a_process_that_ends_is_not_the_messages_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_is_not_the_messages_fault() -> None:
     renderer = Renderer()
-    with monkeypatch.context() as patch:
-        patch.setattr(worker_process, "_write", lambda process, *_: process.kill())
-        with pytest.raises(EngineError, match="rendered: their process ended with code -9; try again"):
-            renderer.render("a", MESSAGES, {})
+    renderer.wait()
+    assert renderer._process is not None
+    threading.Timer(0.1, renderer._process.kill).start()
+    with pytest.raises(EngineError, match="rendered: their process ended with code -9; try again"):
+        renderer.render(NESTED, MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
     renderer.close()
 

@@ -103,15 +103,6 @@ def test_a_request_cancelled_before_it_is_added_never_runs() -> None:
     assert engine.calls == []
 
 
-def test_another_engine_may_stand_in() -> None:
-    first, second = make_engine(), make_engine()
-    core = make_core(first)
-    stand_in = core.with_engine(second)
-    stand_in.run([stand_in.maker.make(PROMPT, SamplingParams(max_tokens=6))])
-    assert first.calls == [] and second.calls
-    assert stand_in.codec is core.codec
-
-
 class Rounds:
     """Rounds of a GPU, for as long as it is there."""
 

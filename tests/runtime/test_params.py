@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
-from ddtree_trt.commands.options.sampling import with_sampling_options
+from ddtree_trt.commands.options.records import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
@@ -224,7 +224,7 @@ def test_options_are_handed_over_under_the_names_of_the_fields() -> None:
     cli = typer.Typer()
 
     @cli.command()
-    @with_sampling_options
+    @with_options()
     def command(sampling: dict[str, Any], loud: bool = False) -> None:
         seen.append({**sampling, "loud": loud})
 

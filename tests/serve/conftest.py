@@ -14,7 +14,7 @@ from ddtree_trt import LLM
 
 @pytest.fixture(scope="session")
 def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, playground=True, vllm_metrics=True) as server:
+    with thread_server(tiny_engine, playground=True) as server:
         yield server
 
 

@@ -67,7 +67,12 @@ def http(small_engine: Path) -> Iterator[Door]:
         content = json.dumps({"prompt": "x", "max_tokens": 2, name: value})
         response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
         assert response.status_code in (200, 400), response.text
-        return None if response.status_code == 200 else str(response.json()["error"]["message"])
+        if response.status_code == 200:
+            return None
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error" and name in error["message"]
+        assert error["param"] is None or error["param"].split(".")[0] in (name, "method", "prompt"), error
+        return str(error["message"])
 
     server: ThreadServer
     with thread_server(small_engine) as server:
@@ -146,22 +151,24 @@ def test_triton_takes_a_value_or_says_why_not(triton: Door, name: str) -> None:
     check(triton, name, JSON_VALUES)
 
 
-CLI_VALUES = (
-    0,
-    1,
-    -1,
-    2**31,
-    2**64,
-    10**400,
-    1e-320,
-    1e308,
-    float("nan"),
-    -float("inf"),
-    True,
-    "",
-    "9" * 5000,
-    "ar",
-    "\ud800",
+CLI_VALUES: tuple[Any, ...] = (
+    *(
+        0,
+        1,
+        -1,
+        2**31,
+        2**64,
+        10**400,
+        1e-320,
+        1e308,
+        float("nan"),
+        -float("inf"),
+        True,
+        "",
+        "9" * 5000,
+        "ar",
+        "\ud800",
+    ),
 )
 CLI_FIELDS = "max_tokens temperature top_k top_p min_p seed stop method tree_budget".split()
 

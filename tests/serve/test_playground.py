@@ -101,7 +101,7 @@ def test_an_engine_without_examples_has_none_on_the_page(tiny_engine: Path, monk
 
 
 def test_a_run_can_read_the_whole_prompt_though_it_is_in_the_cache(server: ThreadServer) -> None:
-    cached = "ddtree_prompt_tokens_cached_total"
+    cached = "vllm:prefix_cache_hits_total"
     events(server, max_tokens=4)
     before = server.figures()[cached]
     events(server, max_tokens=4, skip_reading_prefix_cache=True)

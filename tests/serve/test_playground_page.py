@@ -83,7 +83,7 @@ def test_both_runs_of_a_comparison_read_the_whole_prompt(page: Page, server: Thr
     before = server.figures()
     page.send(QUESTION)
     after = server.figures()
-    read, cached = ("ddtree_prompt_tokens_total", "ddtree_prompt_tokens_cached_total")
+    read, cached = ("vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total")
     assert after[cached] == before[cached]
     page.find("clear").click()
     page.find("beside").click()

@@ -170,7 +170,7 @@ def test_every_request_has_a_line(tiny_engine: Path, tmp_path: Path) -> None:
         chat = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 20, "n": 2, "tools": [TOOL]})
         stream = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True})
         assert client.post("/v1/completions", json={"prompt": 5}).status_code == 400
-        wait_for(lambda: metrics(client)["ddtree_requests_running"] == 0)
+        wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 0)
         server.terminate()
         code, log = server.wait()
     assert code == 0
@@ -196,4 +196,4 @@ def test_a_template_that_is_no_file_is_named(
 def test_figures_have_no_twins_that_say_when_they_began(server: ThreadServer) -> None:
     for accept in ("text/plain", "application/openmetrics-text"):
         page = server.http.get("/metrics", headers={"Accept": accept}).text
-        assert "ddtree_requests_finished_total" in page and "_created" not in page
+        assert "vllm:num_requests_running" in page and "_created" not in page

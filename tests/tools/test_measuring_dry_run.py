@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -61,9 +61,9 @@ def check_times(timed: dict[str, Any]) -> None:
 def test_every_tree_fills_its_pass() -> None:
     """A root and B nodes are a size that passes have, so that no figure pays for rows of padding."""
     sizes = buckets(1 + 1024)
-    for budgets in (bench.BUDGETS, bench.DRY_BUDGETS, [bench.COMPARED_BUDGET]):
+    for budgets in (bench.FULL.budgets, bench.DRY.budgets, [bench.COMPARED_BUDGET]):
         assert all(1 + budget in sizes for budget in budgets)
-    assert bench.COMPARED_BUDGET in bench.BUDGETS
+    assert bench.COMPARED_BUDGET in bench.FULL.budgets
 
 
 def test_targets_are_judged() -> None:

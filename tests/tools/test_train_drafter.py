@@ -1,7 +1,8 @@
-"""The drafter's training: prompts, stored answers, blocks, the loop and what it exports."""
+"""The drafters' training: prompts, stored answers, blocks, the loop and what it exports."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,40 +15,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from checkpoints import edit_json, make_target, make_tokenizer
 from drafts import marginals
 from engine_builds import build_engine
 from numerics import Truth, assert_close
+from safetensors.torch import load_file
+from torch import Tensor
 
 from ddtree_trt.runtime.engines.base import DraftRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.train_drafter import __main__ as command
-from tools.train_drafter import shards, training
-from tools.train_drafter.blocks import block_loss, choose_candidates, draft_states, make_blocks, random_anchors
-from tools.train_drafter.drafter import drafter_config, fresh
-from tools.train_drafter.generation import Record, answer_batch
+from tools.train_drafter import data, loop
+from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts
+from tools.train_drafter.drafter import drafter_config, fresh, most_frequent, read_shortlist, save, write_shortlist
+from tools.train_drafter.model import DFlash, Eagle3, load_drafter
 from tools.train_drafter.prompts import HELD_OUT, TRAINING, held_out_prompts, is_usable, training_prompts
-from tools.train_drafter.settings import DataSettings, DrafterSettings, Settings, ValidationSettings
-from tools.train_drafter.shortlist import read_shortlist, write_shortlist
-from tools.train_drafter.target import Target, load_target, mask_token_id, spread_taps
-from tools.train_drafter.training import Tables, train
+from tools.train_drafter.settings import DataSettings, DrafterSettings, Schedule, Settings, ValidationSettings
+from tools.train_drafter.target import Answer, Target, load_target, mask_token_id, spread_taps
+from tools.train_drafter.training import train_drafter
 from tools.train_drafter.validation import drafts, rounds
-from tools.train_tiny.model import Drafter, load_drafter
 
 LAYERS, VOCABULARY, MASK = 6, 96, 95
 TEMPLATE = "t2 {% for m in messages %}{{ m['content'] }} t3 {% endfor %}"
-DRAFTER = DrafterSettings(
-    block=4, layers=2, taps=2, steps=20, warmup=2, sequences=3, micro_batches=2, anchors=6, candidates=48,
-    muon_rate=0.05, adam_rate=0.02, average=0.5,
-)  # fmt: skip
+SCHEDULE = Schedule(steps=20, warmup=2, micro_batches=2, muon_rate=0.05, adam_rate=0.02, average=0.5)
+DRAFTER = DrafterSettings(block=4, layers=2, taps=2, sequences=3, anchors=6, markov_rank=3, schedule=SCHEDULE)
 SETTINGS = Settings(
     data=DataSettings(batch=8, pool=2, max_new=24, max_prompt=80, self_tokens=12),
     drafter=DRAFTER,
-    validation=ValidationSettings(prompts=3, max_new=16, budget=4),
-)
+    validation=ValidationSettings(
+        prompts=3, max_new=16, budget=4, final_prompts=3, final_max_new=12, final_budgets=(2, 8)
+    ),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +76,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def work(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data of one pool and a validation shard."""
-    path, target = tmp_path_factory.mktemp("work"), load_target(str(llama), 2, "cpu")
+def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one pool of the Llama target's answers, and those to measure by beside it."""
+    path, target = tmp_path_factory.mktemp("work") / "data", load_target(str(llama), 2)
     lines: list[dict[str, Any]] = []
-    shards.write_shards(target, path / "data", range(1), SETTINGS.data, lambda **line: lines.append(line))
-    assert [line["shard"] for line in lines] == ["shard-00000-0", "shard-00000-1"]
-    shards.write_greedy(target, ["a b c", "d"], 16, path / "validation.safetensors", SETTINGS.data.kept)
+    prompts = data.chat_prompts(target, SETTINGS.data)
+    data.write_pools(target, path, range(1), SETTINGS.data, prompts, lambda **line: lines.append(line))
+    assert [(line["pool"], line["answers"]) for line in lines] == [(0, 16)]
+    asked = [target.prompt_ids(text) for text in ("a b c", "d")]
+    data.write_greedy(target, asked, 16, path.parent / "validation.safetensors")
     return path
 
 
-def beginning(source: Path, settings: Settings = SETTINGS) -> tuple[Drafter, Tables]:
-    target = load_target(str(source), settings.drafter.taps, "cpu")
-    config = drafter_config(target.config.to_dict(), settings.drafter, target.taps, MASK)
-    return fresh(config, target.model.state_dict(), 0), Tables(target.embedding.clone(), target.head.clone())
-
-
-def share_data(work: Path, path: Path) -> Path:
-    """A new folder for checkpoints beside the data of `work`."""
-    path.mkdir(exist_ok=True)
-    (path / "data").symlink_to(work / "data")
-    (path / "validation.safetensors").symlink_to(work / "validation.safetensors")
-    return path
+def make_drafter(target: Target, settings: DrafterSettings) -> Any:
+    config = drafter_config(target.model.config.to_dict(), settings, target.taps, MASK)
+    return fresh(config, target.model.state_dict(), LAYERS, 0)
 
 
 # Prompts.
@@ -125,57 +120,46 @@ def test_held_out_kinds_are_never_trained_on() -> None:
 
 
 def test_what_the_target_writes_of_a_held_out_kind_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load_target(str(folder), 2, "cpu")
+    target = load_target(str(folder), 2)
     texts = iter(["Write me a Poem about the sea", "What is a good name for a cat?", "t"])
     monkeypatch.setattr(target.tokenizer, "decode", lambda ids, **_: next(texts))
-    empty = torch.zeros(4, 1)
-    ended = Record([2, 5, 7, 1], 2, 1.0, empty, empty.int(), empty)
-    cut = replace(ended, ids=[2, 5, 7, 8])
-    monkeypatch.setattr(shards, "answer_batch", lambda *_: [ended, ended, cut, ended])
-    found = shards.self_written(target, 4, SETTINGS.data, torch.Generator())
-    assert found == ["What is a good name for a cat?"]
+    ended, cut = Answer([2, 5, 7, 1], 2, 1.0), Answer([2, 5, 7, 8], 2, 1.0)
+    monkeypatch.setattr(Target, "answers", lambda *_, **__: [ended, ended, cut, ended])
+    found = data.chat_prompts(target, replace(SETTINGS.data, self_written=1.0, batch=1, pool=1))(0)
+    assert found == [target.prompt_ids("What is a good name for a cat?")]
 
 
 # The target's answers.
 
 
-def alone(target: Target, prompt: list[int], length: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy answer and tapped states of the conversation without a batch, a cache or padding."""
-    ids = list(prompt)
-    for _ in range(length):
-        hidden = target.model(torch.tensor([ids]), output_hidden_states=True)
-        ids.append(int(hidden.logits[0, -1].argmax()))
-        if ids[-1] in target.stops:
-            break
-    states = target.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-    return ids, torch.cat([states[layer + 1][0] for layer in target.taps], -1)
-
-
 @pytest.mark.parametrize("source", ["folder", "llama"])
 def test_a_batch_answers_as_the_target_alone(source: str, request: pytest.FixtureRequest) -> None:
-    """Prompts of unlike length: what is padded, dropped and cut off changes nothing."""
-    target = load_target(str(request.getfixturevalue(source)), (0, 2), "cpu")
+    """Prompts of unlike length: padding changes nothing; other rows are drawn at their temperature."""
+    target = load_target(str(request.getfixturevalue(source)), (0, 2))
     target.model.float()
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, 90, length).tolist() for length in (3, 9, 17, 4, 30, 12, 7, 21)]
-    generator = torch.Generator().manual_seed(0)
-    records = answer_batch(target, prompts, torch.zeros(8), 40, 6, 3, generator, whole=True)
-    for prompt, record in zip(prompts, records, strict=True):
-        ids, states = alone(target, prompt, 40)
-        assert record.ids == ids and record.prompt == len(prompt)
-        assert torch.allclose(record.taps[:-1].float(), states, rtol=0.01, atol=0.01)
-        answer = slice(len(prompt) - 1, len(ids) - 1)
-        assert record.top_ids[answer, 0].tolist() == ids[len(prompt) :]
+    torch.manual_seed(0)
+    found = target.answers(prompts, torch.tensor([0.0] * 7 + [9.0]), 40, VOCABULARY, whole=True)
+    greedy = []
+    for prompt in prompts:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 40 and (len(ids) == len(prompt) or ids[-1] not in target.stops):
+            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        greedy.append(Answer(ids, len(prompt), 0.0))
+    assert found[:7] == greedy[:7]
+    assert found[7].ids != greedy[7].ids and found[7].temperature == 9.0
 
 
-def test_the_same_pool_is_written_again_alike(llama: Path, work: Path, tmp_path: Path) -> None:
-    """Shards that are there are left alone; a missing one is made as it was."""
-    first = work / "data" / "shard-00000-1.safetensors"
-    other = tmp_path / "shard-00000-0.safetensors"
-    other.symlink_to(work / "data" / other.name)
-    target = load_target(str(llama), 2, "cpu")
-    shards.write_shards(target, tmp_path, range(1), SETTINGS.data, lambda **_: None)
-    assert (tmp_path / first.name).read_bytes() == first.read_bytes()
+def test_the_same_pool_is_written_again_alike(llama: Path, answers: Path, tmp_path: Path) -> None:
+    """A pool that is there is left alone; a missing one is made as it was."""
+    target, first = load_target(str(llama), 2), answers / "pool-00000.safetensors"
+    prompts = data.chat_prompts(target, SETTINGS.data)
+    for changed in (b"", b"something else"):
+        if changed:
+            (tmp_path / first.name).write_bytes(changed)
+        data.write_pools(target, tmp_path, range(1), SETTINGS.data, prompts, lambda **_: None)
+        assert (tmp_path / first.name).read_bytes() == (changed or first.read_bytes())
 
 
 def test_taps_are_spread_as_in_published_drafters() -> None:
@@ -187,7 +171,7 @@ def test_taps_are_spread_as_in_published_drafters() -> None:
 
 
 def test_a_mask_token_is_asked_for_where_no_id_is_free(folder: Path) -> None:
-    target = load_target(str(folder), 2, "cpu")
+    target = load_target(str(folder), 2)
     assert mask_token_id(target, "t95") == mask_token_id(target, "95") == 95
     for wanted in (None, "t96", "500"):
         with pytest.raises(SystemExit, match="mask-token"):
@@ -197,43 +181,83 @@ def test_a_mask_token_is_asked_for_where_no_id_is_free(folder: Path) -> None:
 # Blocks and loss.
 
 
-def test_the_loss_over_candidates_is_the_loss_over_the_vocabulary(llama: Path, work: Path) -> None:
-    """With every token a candidate exactly; with some, in expectation of the sum of exponentials."""
-    model, tables = beginning(llama)
-    shard = shards.Shard(work / "data" / "shard-00000-0.safetensors")
-    records = [shard.record(index) for index in range(4)]
-    anchor = random_anchors(records, 5, torch.Generator().manual_seed(1))
-    assert all(r.prompt <= a < len(r.ids) - 1 for r, row in zip(records, anchor.tolist(), strict=True) for a in row)
-    blocks = make_blocks(records, anchor, 4, MASK, torch.device("cpu"))
-    with torch.no_grad():
-        states = draft_states(model, tables.embedding.float(), blocks, 4)
-    full = replace(DRAFTER, candidates=VOCABULARY)
-    loss = block_loss(states, blocks, tables.head.float(), full, torch.Generator())
-    expected = weight = 0.0
-    for n, record in enumerate(records):
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_loss_is_that_of_every_draft_by_itself(llama: Path, answers: Path, kind: str) -> None:
+    """One draft at a time, from the definition; DSpark's head adds what it says of the token before."""
+    target, settings = load_target(str(llama), 2), replace(DRAFTER, kind=kind)
+    target.model.float()
+    model, rows = (
+        make_drafter(target, settings).requires_grad_(False),
+        data.read(answers / "pool-00000.safetensors")[:4],
+    )
+    if model.markov_head is not None:
+        model.markov_head.markov_w2.weight.normal_()
+    anchor = random_anchors(rows, 5, torch.Generator().manual_seed(1))
+    assert all(a.prompt <= x < len(a.ids) - 1 for a, line in zip(rows, anchor.tolist(), strict=True) for x in line)
+    blocks = cut_blocks(read_texts(target, rows), anchor, 4)
+    states, expected, weight = model.drafts(blocks, target.embedding), 0.0, 0.0
+    for n, answer in enumerate(rows):
+        logits = target.model(torch.tensor([answer.ids])).logits[0]
         for a, start in enumerate(anchor[n].tolist()):
-            for k, place in enumerate(range(start + 1, min(start + 4, len(record.ids)))):
-                log_p = torch.log_softmax(states[n, a, k] @ tables.head.float().T, -1)
-                heat = record.temperature or 1.0
-                shares = torch.softmax(record.top_logits[place - 1].float() / heat, -1)
-                soft = -(shares * log_p[record.top_ids[place - 1].long()]).sum().item()
-                hard = -log_p[record.ids[place]].item()
-                part = DRAFTER.label_share if record.temperature == 0 else 0.0
-                w = math.exp(-k / DRAFTER.position_decay)
-                expected, weight = expected + w * (part * hard + (1 - part) * soft), weight + w
-    assert float(loss) == pytest.approx(expected / weight, rel=1e-4)
+            for k, place in enumerate(range(start + 1, min(start + 4, len(answer.ids)))):
+                drafted = target.head @ states[n, a, k]
+                if model.markov_head is not None:
+                    head = model.markov_head
+                    drafted = drafted + head.markov_w2.weight @ head.markov_w1.weight[answer.ids[place - 1]]
+                log_p = torch.log_softmax(drafted, -1)
+                soft = -(torch.softmax(logits[place - 1] / (answer.temperature or 1.0), -1) * log_p).sum().item()
+                part = settings.label_share if answer.temperature == 0 else 0.0
+                w = math.exp(-k / settings.position_decay)
+                expected += w * ((1 - part) * soft - part * log_p[answer.ids[place]].item())
+                weight += w
+    assert float(block_loss(model, blocks, target, settings)) == pytest.approx(expected / weight, rel=1e-4)
 
 
-def test_random_candidates_stand_for_all() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1000, generator=generator)
-    sums = []
-    for _ in range(400):
-        ids, corrections = choose_candidates(torch.tensor([3, 3, 8]), 1000, 100, generator)
-        assert len(ids) == len(set(ids.tolist())) == 100 and {3, 8} <= set(ids.tolist())
-        sums.append((logits[ids] + corrections).exp().sum().item())
-    assert np.mean(sums) == pytest.approx(logits.exp().sum().item(), rel=0.03)
-    assert len(choose_candidates(torch.arange(9), 1000, 4, generator)[0]) == 9
+def plain_step(model: Eagle3, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """EAGLE-3's layer [H] at the last of rows (feature, embedding), every row seeing all before it; one head a time."""
+    w, cfg = {name.removeprefix("midlayer."): value for name, value in model.state_dict().items()}, model.cfg
+    norm = lambda x, name: x / torch.sqrt((x * x).mean() + cfg["rms_norm_eps"]) * w[f"{name}.weight"]  # noqa: E731
+    size = cfg["head_dim"]
+
+    def turn(x: Tensor, position: int) -> Tensor:
+        half = size // 2
+        angles = position * cfg["rope_theta"] ** (-torch.arange(half) / half)
+        low, high = x[:half], x[half:]
+        return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()])
+
+    joined = [torch.cat([norm(e, "input_layernorm"), norm(f, "hidden_norm")]) for f, e in inputs]
+    last, mixed = len(inputs) - 1, []
+    for head in range(cfg["num_attention_heads"]):
+        group = head // (cfg["num_attention_heads"] // cfg["num_key_value_heads"])
+        rows, keys = (slice(size * index, size * (index + 1)) for index in (head, group))
+        q = turn(w["self_attn.q_proj.weight"][rows] @ joined[last], last)
+        scores = torch.stack([q @ turn(w["self_attn.k_proj.weight"][keys] @ x, i) for i, x in enumerate(joined)])
+        values = torch.stack([w["self_attn.v_proj.weight"][keys] @ x for x in joined])
+        mixed.append(torch.softmax(scores / math.sqrt(size), 0) @ values)
+    x = inputs[last][0] + w["self_attn.o_proj.weight"] @ torch.cat(mixed)
+    h = norm(x, "post_attention_layernorm")
+    return x + w["mlp.down_proj.weight"] @ (F.silu(w["mlp.gate_proj.weight"] @ h) * (w["mlp.up_proj.weight"] @ h))
+
+
+def test_every_unrolled_step_of_eagle3_is_the_layer_with_its_own_features_fed_back(folder: Path) -> None:
+    target = load_target(str(folder), 2)
+    target.model.float()
+    model = make_drafter(target, replace(DRAFTER, kind="eagle3", inner=20, layers=1)).requires_grad_(False)
+    torch.manual_seed(3)
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape) * (p.shape[-1] ** -0.5 if p.dim() == 2 else 0.3) + (p.dim() == 1))
+    rng = np.random.default_rng(1)
+    texts = read_texts(target, [Answer(rng.integers(2, 90, 12).tolist(), 2, 0.0) for _ in range(2)])
+    blocks = cut_blocks(texts, torch.tensor([[3, 6], [1, 8]]), 4)
+    found = model.drafts(blocks, target.embedding)
+    for n, a in itertools.product(range(2), range(2)):
+        anchor = int(blocks.anchor[n, a])
+        embeddings = target.embedding[texts.tokens[n]]
+        inputs = [(model.fc.weight @ texts.taps[n, p], embeddings[p + 1]) for p in range(anchor)]
+        for step in range(3):
+            out = plain_step(model, inputs)
+            torch.testing.assert_close(found[n, a, step], model.norm(out), rtol=1e-3, atol=1e-4)
+            inputs.append((out, embeddings[anchor + step + 1]))
 
 
 def test_rounds_of_a_stored_answer() -> None:
@@ -241,63 +265,68 @@ def test_rounds_of_a_stored_answer() -> None:
     answer = [7, 1, 2, 3, 4, 5, 6]
     ranked = torch.tensor([[1, 2, 9], [9, 9, 9], [9, 9, 9], [4, 9, 9], [9, 9, 9], [6, 8, 8]])[:, :, None]
     values = torch.zeros(6, 3, 1)
-    assert rounds(values, ranked, answer, 3, 1) == [3, 2, 1]
-    assert rounds(values, ranked, answer[:2], 3, 1) == [1]
+    for budget in (None, 3):  # a tree of one candidate a place is the chain
+        assert rounds(values, ranked, answer, budget) == [3, 2, 1]
+        assert rounds(values, ranked, answer[:2], budget) == [1]
 
 
 # The loop.
 
+KINDS = {
+    "dflash": DRAFTER,
+    "dspark": replace(DRAFTER, kind="dspark", schedule=replace(SCHEDULE, adam_rate=0.05)),
+    "eagle3": replace(DRAFTER, kind="eagle3", layers=1, inner=20),
+}
 
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
-    llama: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     torch.set_num_threads(1)
-    before = signal.getsignal(signal.SIGTERM)
-    whole, parts = share_data(work, tmp_path / "whole"), share_data(work, tmp_path / "parts")
-    model, tables = beginning(llama)
-    train(model, tables, SETTINGS, whole, MASK, workers=1)
-    lines = [json.loads(line) for line in (whole / "train.log").read_text().splitlines()]
-    losses = [line["now"] for line in lines if "now" in line]
-    assert losses[-1] < losses[0] - 0.2
-    assert {"chain", "ddtree-4", "first"} <= set(lines[-1]) and lines[-1]["step"] == 20
+    before, target, settings, init = signal.getsignal(signal.SIGTERM), load_target(str(llama), 2), KINDS[kind], None
+    if kind == "dspark":
+        init = tmp_path / "body"
+        body = make_drafter(target, DRAFTER)
+        save(body, body.cfg, init)
+    assert train_drafter(target, settings, MASK, tmp_path / "whole", answers, init, 4)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "train.log").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - (0.1 if kind == "dspark" else 0.2)
+    assert {"chain", "first"} <= set(lines[-1]) and lines[-1]["step"] == 20
+    assert ("ddtree-4" in lines[-1]) == (kind == "dflash")
 
-    keep = training.Keeper.after_step
+    step = loop.Run.step
 
-    def interrupted(keeper: training.Keeper, loss: float, stop: bool) -> None:
-        keep(keeper, loss, stop)
-        if keeper.worker.steps == 8:
+    def interrupted(run: loop.Run, loss_of: loop.Loss) -> float:
+        if run.steps == 8:
             os.kill(os.getpid(), signal.SIGTERM)
+        return step(run, loss_of)
 
-    monkeypatch.setattr(training.Keeper, "after_step", interrupted)
-    for steps in (9, 20):  # the signal ends the run with the step after the one in which it comes
-        model, _ = beginning(llama)
-        train(model, tables, SETTINGS, parts, MASK, workers=1)
-        state = torch.load(parts / "checkpoint.pt", weights_only=True)
-        assert state["worker"]["steps"] == steps
-    expected = torch.load(whole / "checkpoint.pt", weights_only=True)
+    monkeypatch.setattr(loop.Run, "step", interrupted)
+    for steps in (9, 20):
+        assert train_drafter(target, settings, MASK, tmp_path / "parts", answers, init, 4) == (steps == 20)
+        state = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)
+        assert state["steps"] == steps
+    expected = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)
     for name, value in expected["model"].items():
         assert torch.equal(value, state["model"][name]), name
     assert all(map(torch.equal, expected["average"], state["average"]))
-    assert torch.equal(expected["worker"]["momentum"], state["worker"]["momentum"])
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.slow
-def test_two_workers(llama: Path, work: Path, tmp_path: Path) -> None:
-    path = share_data(work, tmp_path)
-    model, tables = beginning(llama)
-    train(model, tables, replace(SETTINGS, drafter=replace(DRAFTER, steps=3)), path, MASK, workers=2)
-    assert torch.load(path / "checkpoint.pt", weights_only=True)["worker"]["steps"] == 3
+    weights = load_file(tmp_path / "whole" / "best" / "model.safetensors")
+    if init is not None:
+        whole = load_file(init / "model.safetensors")
+        assert weights.keys() - whole.keys() == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+        assert all(torch.equal(weights[key], whole[key]) for key in whole)
+    assert isinstance(load_drafter(tmp_path / "whole" / "best"), Eagle3 if kind == "eagle3" else DFlash)
 
 
 def test_the_stages_from_the_command_line(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = replace(SETTINGS.validation, final_prompts=3, final_max_new=12, final_budgets=(2, 8))
-    monkeypatch.setattr(command, "DEFAULTS", replace(SETTINGS, validation=small))
+    monkeypatch.setattr(command, "DEFAULTS", SETTINGS)
     common = ["--target", str(llama), "--work", str(tmp_path), "--device", "cpu"]
     for stage in (
-        ["prompts"],
         ["data", "--pools", "1"],
         ["train", "--mask-token", "t95", "--steps", "2"],
         ["shortlist", "--size", "40"],
@@ -318,21 +347,31 @@ def test_the_stages_from_the_command_line(
     assert (config["block_size"], config["num_target_layers"], config["architectures"]) == (4, 6, ["DFlashDraftModel"])
 
 
+def test_the_shortlist_has_the_most_frequent_tokens(tmp_path: Path) -> None:
+    counts = {1: 5, 2: 2, 3: 2, 4: 9, 6: 2}
+    told = [Answer([0, 5, *(token for token, times in counts.items() for _ in range(times))], 2, 0.0)]
+    assert most_frequent(told, 7, 3).tolist() == [1, 2, 4], "of equally frequent tokens the lower"
+    assert most_frequent(told, 7, 3, always=[6]).tolist() == [1, 4, 6]
+    assert most_frequent(told, 7, 7).tolist() == list(range(7))
+    for size in (0, 8):
+        with pytest.raises(SystemExit, match="1 to 7"):
+            most_frequent(told, 7, size)
+    with pytest.raises(SystemExit, match="no answers yet"):
+        data.Answers(tmp_path).scan()
+
+
 @pytest.mark.parametrize("shortlist", [False, True])
 def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, shortlist: bool) -> None:
     """An exported drafter, built with its target: the same log-probabilities."""
-    target = load_target(str(folder), 2, "cpu")
-    shards.write_shards(target, tmp_path / "data", range(1), SETTINGS.data, lambda **_: None)
-    shards.write_greedy(target, ["a b c"], 16, tmp_path / "validation.safetensors", SETTINGS.data.kept)
-    model, tables = beginning(folder)
-    train(model, tables, replace(SETTINGS, drafter=replace(DRAFTER, steps=3)), tmp_path, MASK, workers=1)
+    target = load_target(str(folder), 2)
+    model = make_drafter(target, DRAFTER)
+    save(model, model.cfg, tmp_path / "best")
     if shortlist:
         write_shortlist(tmp_path / "best", torch.arange(1, VOCABULARY, 2))
     engine = build_engine(folder, tmp_path / "best", tmp_path / "engine")
     dims = engine.manifest.drafting.dims
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (4, MASK, target.taps)
-    truth, drafter = Truth(folder, dims.tap_layers), load_drafter(tmp_path / "best")
-    embedding, head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))
+    exact = replace(target, model=Truth(folder, target.taps).model)  # not rounded to bf16
     tokens, bonus, top = [5, 9, 40, 3, 77, 21], 13, 20
     engine.prefill(0, np.array(tokens, np.int64), rows="none", taps=True)
 
@@ -340,10 +379,7 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
         raise AssertionError("a block drafter draws nothing")
 
     (draft,) = engine.draft([DraftRequest(0, bonus, top, 1, refuse_to_draw)])
-    ids = [*tokens, bonus, 0]
-    nothing = torch.zeros(len(ids), 1)
-    record = Record(ids, len(tokens), 0.0, torch.tensor(truth(ids)[1]), nothing.int(), nothing)
-    listed = read_shortlist(tmp_path / "best")
-    values, indices = drafts(drafter, record, embedding, head if listed is None else head[listed], top, listed)
+    answer = Answer([*tokens, bonus, 0], len(tokens), 0.0)
+    values, indices = drafts(load_drafter(tmp_path / "best"), exact, answer, top, read_shortlist(tmp_path / "best"))
     assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")
     assert marginals(draft).token_ids[:, :3].tolist() == indices[0, :, :3].tolist()

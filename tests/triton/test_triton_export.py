@@ -40,49 +40,105 @@ def config_dict(model: Path) -> dict[str, Any]:
     return json_format.MessageToDict(read_config(model), preserving_proto_field_name=True)
 
 
+@pytest.mark.parametrize(("layout", "batch"), [("trtllm", 1), ("vllm", 0)])
+def test_the_configuration_says_what_was_asked_for(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any, batch: int
+) -> None:
+    monkeypatch.setattr(triton, "verify_files", lambda *_: None)  # which, like the copy, has tests of its own
+    manifest = load_manifest(engine)
+    for name, gpus in ((None, ()), ("qwen3-8b.v2", (2, 5))):
+        backend = "tensorrt" if gpus else manifest.backend
+        given = dataclasses.replace(manifest, backend=backend)
+        monkeypatch.setattr(triton, "load_manifest", lambda _, given=given: given)
+        model = export(engine, tmp_path / "models", name, layout=layout, link=True, instances=3, gpus=gpus, max_queue=0)
+        config = read_config(model)
+        assert config.name == model.name == (name or manifest.name) and config.backend == "python"
+        assert config.max_batch_size == batch and config.model_transaction_policy.decoupled
+        (group,) = config.instance_group
+        assert (group.count, list(group.gpus)) == (3, list(gpus))
+        assert group.Kind.Name(group.kind) == ("KIND_GPU" if gpus else "KIND_CPU")
+        assert {p.name for p in (model / "1").iterdir()} == {"model.py", "engine"}
+        settings = Settings.read(config_dict(model))
+        assert (settings.layout.name, settings.max_queue, settings.threads) == (layout, 0, 0)
+        assert settings.outputs > {
+            "text_output", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "finish_reason"
+        }  # fmt: skip
+        readme = (model / "README.md").read_text()
+        assert "${" not in readme + (model / "config.pbtxt").read_text()
+        assert f"--model-repository={tmp_path / 'models'}" in readme
+        bodies = [json.loads(line.split("-d '")[1].rstrip("'")) for line in readme.splitlines() if "curl -s" in line]
+        declared = {i.name for i in config.input} | {"parameters"}
+        assert len(bodies) == 2 and all(body.keys() <= declared for body in bodies)
+
+
+RTX = {"tensorrt-rtx": "1.7.1.116", "gpus": "sm89 sm120"}
+
+
 @pytest.mark.parametrize(
-    ("layout", "instances", "gpus", "max_queue", "link", "name"),
+    ("changes", "extra", "words", "absent"),
     [
-        *((layout, 1, (), 256, True, None) for layout in LAYOUT_NAMES),
-        *((layout, 3, (2, 5), 0, False, "qwen3-8b.v2") for layout in LAYOUT_NAMES),
+        ({"backend": "onnxruntime"}, "", ["It runs on CPUs."], ["driver", "[", "make plugins"]),
+        (
+            {
+                "backend": "tensorrt",
+                "toolchain": {"tensorrt": "11.4.0.106", "sm": "90"},
+                "plugin": {"name": "DDTreeAttention"},
+            },
+            "[tensorrt]",
+            [
+                "NVIDIA GPU (sm90) with driver 580",
+                "with TensorRT 11.4.0.106",
+                "libddtree_plugins.so, which `make plugins`",
+            ],
+            [],
+        ),
+        (
+            {"backend": "tensorrt", "toolchain": {"tensorrt": "11.4.0.106", "sm": "120"}, "plugin": None},
+            "[tensorrt]",
+            ["NVIDIA GPU (sm120) with driver 580"],
+            ["make plugins"],
+        ),
+        (
+            {"backend": "tensorrt-rtx", "toolchain": RTX, "plugin": None},
+            "[tensorrt-rtx]",
+            ["NVIDIA GPU (sm89, sm120) with driver 580", "with TensorRT for RTX 1.7.1.116 and is for that release"],
+            ["make plugins"],
+        ),
+        (
+            {"backend": "torch", "precision": "bf16"},
+            "[torch]",
+            ["NVIDIA GPU with driver 580", "libddtree_torch.so, which `make plugins`"],
+            ["built with"],
+        ),
+        ({"backend": "torch", "precision": "fp32"}, "[torch]", ["NVIDIA GPU with driver 580"], ["make plugins"]),
     ],
 )
-def test_the_configuration_says_what_was_asked_for(
+def test_the_model_names_what_its_backend_needs(
     tiny_engine: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    layout: Any,
-    instances: int,
-    gpus: tuple[int, ...],
-    max_queue: int,
-    link: bool,
-    name: str | None,
+    changes: dict[str, Any],
+    extra: str,
+    words: list[str],
+    absent: list[str],
 ) -> None:
-    manifest = load_manifest(tiny_engine)
-    if gpus:
-        manifest = dataclasses.replace(manifest, backend="tensorrt")
-    # The engine's own checks and its copy have tests of their own.
+    """Extra, GPU, release and libraries, where the server's administrator reads them; and GPUs get instances."""
+    manifest = dataclasses.replace(load_manifest(tiny_engine), **changes)
     monkeypatch.setattr(triton, "load_manifest", lambda directory: manifest)
     monkeypatch.setattr(triton, "verify_files", lambda *arguments: None)
-    monkeypatch.setattr(triton, "_copy_engine", lambda source, manifest, destination, progress: destination.mkdir())
-    options = {"layout": layout, "instances": instances, "gpus": gpus, "max_queue": max_queue, "link": link}
-    model = export(tiny_engine, tmp_path / "models", name, **options)
-    config = read_config(model)
-    assert config.name == model.name == (name or manifest.name)
-    assert config.backend == "python"
-    assert config.max_batch_size == (1 if layout == "trtllm" else 0)
-    assert config.model_transaction_policy.decoupled
-    (group,) = config.instance_group
-    assert (group.count, list(group.gpus)) == (instances, list(gpus))
-    assert group.Kind.Name(group.kind) == ("KIND_GPU" if gpus else "KIND_CPU")
-    assert {p.name for p in (model / "1").iterdir()} == {"model.py", "engine"}
-    settings = Settings.read(config_dict(model))
-    assert (settings.layout.name, settings.max_queue, settings.threads) == (layout, max_queue, 0)
-    for path in (model / "config.pbtxt", model / "README.md"):
-        assert "${" not in path.read_text()
-    assert {"text_output", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "finish_reason"} <= (
-        settings.outputs
-    )
+    model = triton.export_triton(ExportRequest(tiny_engine, tmp_path / "models", link=True, instances=2))
+    (group,) = read_config(model).instance_group
+    on_gpu = manifest.backend != "onnxruntime"
+    assert (group.Kind.Name(group.kind), group.count) == ("KIND_GPU" if on_gpu else "KIND_CPU", 2)
+    assert list(group.gpus) == ([0] if on_gpu else [])
+    readme, config = ((model / name).read_text() for name in ("README.md", "config.pbtxt"))
+    assert f"must have `ddtree-trt{extra}=={__version__}`" in readme
+    assert f"as ddtree-trt{extra}=={__version__}." in config
+    assert readme.count(f"pip install '/path/to/a/checkout/of/ddtree-trt{extra}' 'numpy<2'") == 2
+    needs = readme.split("when it is\nloaded. ")[1].split("```sh")[0]
+    assert all(word in needs for word in words) and not any(word in needs for word in absent)
+    project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert not extra or f"\n{extra[1:-1]} = [" in project
 
 
 def test_what_is_declared_is_what_is_read(engine: Path, tmp_path: Path) -> None:
@@ -163,6 +219,20 @@ def test_a_failed_export_changes_nothing(engine: Path, tmp_path: Path, monkeypat
     assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
 
 
+def test_a_profile_that_cannot_be_read_is_left_out(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copyfile
+
+    def refused(source: Path, destination: Path) -> None:
+        if source.name == "profile.json":
+            raise PermissionError(13, "Permission denied")
+        copy(source, destination)
+
+    monkeypatch.setattr(shutil, "copyfile", refused)
+    assert not (export(engine, tmp_path / "models") / "1" / "engine" / "profile.json").exists()
+
+
 def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
     (engine / "weights.bin").write_bytes(b"short")
     with pytest.raises(ArtifactError, match=r"weights\.bin has 5 bytes"):
@@ -232,18 +302,6 @@ def test_an_edited_config_is_refused_with_a_reason(
         config["parameters"][key]["string_value"] = value
     with pytest.raises(ArtifactError, match=message):
         Settings.read(config)
-
-
-def test_the_readme_has_commands_that_fit_the_model(engine: Path, tmp_path: Path) -> None:
-    for layout in LAYOUT_NAMES:
-        model = export(engine, tmp_path / "models", f"m-{layout}", layout=layout, link=True)
-        readme = (model / "README.md").read_text()
-        assert f"--model-repository={tmp_path / 'models'}" in readme
-        assert f"ddtree-trt=={__version__}" in readme
-        bodies = [json.loads(line.split("-d '")[1].rstrip("'")) for line in readme.splitlines() if "curl -s" in line]
-        declared = {i.name for i in read_config(model).input} | {"parameters"}
-        assert len(bodies) == 2
-        assert all(body.keys() <= declared for body in bodies)
 
 
 def test_the_command(engine: Path, tmp_path: Path) -> None:

@@ -96,18 +96,18 @@ def test_metrics_add_up(tiny_engine: Path, tmp_path: Path) -> None:
     model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
     with loaded(model) as instance:
         responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True)).responses())
-        eventually(instance, length=1, ddtree_requests_running=0)
-    grown = {name.removeprefix("ddtree_").removesuffix("_total"): n for name, n in instance.metrics.items()}
-    last = responses[-1].arrays
-    assert grown["generation_tokens"] == 50
-    assert grown["responses"] == len(responses)
-    assert grown["draft_tokens"] == last["total_draft_tokens"].item()
-    assert grown["draft_tokens_accepted"] == last["total_accepted_draft_tokens"].item()
-    assert grown["rounds"] == 50 - 1 - grown["draft_tokens_accepted"]  # the prompt's pass gives the first token
-    assert 0 < grown["rounds_with_draft"] <= grown["rounds"] and 0 <= grown["cache_usage"] <= 1
-    parts = grown["time_to_first_token_seconds"] + 49 * grown["time_per_output_token_seconds"]  # of the one request
-    assert grown["e2e_request_latency_seconds"] == pytest.approx(parts)
-    assert 0 < grown["request_queue_time_seconds"] < grown["time_to_first_token_seconds"]
+        eventually(instance, length=1, **{"vllm:num_requests_running": 0})
+    grown, last = instance.metrics, responses[-1].arrays
+    assert grown["vllm:generation_tokens_total"] == 50
+    assert grown["ddtree_responses_total"] == len(responses)
+    assert grown["vllm:spec_decode_num_draft_tokens_total"] == last["total_draft_tokens"].item()
+    accepted, rounds = grown["vllm:spec_decode_num_accepted_tokens_total"], grown["ddtree_rounds_total"]
+    assert accepted == last["total_accepted_draft_tokens"].item()
+    assert rounds == 50 - 1 - accepted  # the prompt's pass gives the first token
+    assert 0 < grown["vllm:spec_decode_num_drafts_total"] <= rounds and 0 <= grown["vllm:kv_cache_usage_perc"] <= 1
+    first_s, per_token_s = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"
+    assert grown["vllm:e2e_request_latency_seconds"] == pytest.approx(grown[first_s] + 49 * grown[per_token_s])
+    assert 0 < grown["vllm:request_queue_time_seconds"] < grown[first_s]
 
 
 def test_a_cancelled_request_frees_its_slot(instance: Instance) -> None:
@@ -117,13 +117,13 @@ def test_a_cancelled_request_frees_its_slot(instance: Instance) -> None:
     next(responses)
     engine = passes(instance)
     engine.hold()
-    eventually(instance, ddtree_requests_running=1)
+    eventually(instance, **{"vllm:num_requests_running": 1})
     request.gone = True
     engine.release()
     with pytest.raises(TritonError, match="was cancelled") as caught:
         list(responses)
     assert caught.value.code == "CANCELLED"
-    eventually(instance, ddtree_requests_running=0, cancelled=before + 1)
+    eventually(instance, **{"vllm:num_requests_running": 0}, cancelled=before + 1)
 
 
 @pytest.mark.parametrize("options", [{"timeout_us": 50_000}, {"parameters": {"timeout": 50_000}}])
@@ -131,7 +131,7 @@ def test_a_timeout_frees_the_slot(instance: Instance, options: dict[str, Any]) -
     with pytest.raises(TritonError, match=r"timeout of 50 ms passed after \d+ tokens") as caught:
         list(instance.start(trtllm(**LONG), **options).responses())
     assert caught.value.code == "UNAVAILABLE"
-    eventually(instance, ddtree_requests_running=0)
+    eventually(instance, **{"vllm:num_requests_running": 0})
 
 
 def test_a_full_queue_is_refused_and_the_others_go_on(instance: Instance, llm: LLM) -> None:
@@ -178,7 +178,7 @@ def test_an_engine_failure_is_told_and_the_next_request_runs(
     assert caught.value.code == "INTERNAL"
     truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
     assert joined(instance.start(trtllm(max_tokens=9))) == truth
-    eventually(instance, ddtree_requests_running=0, ddtree_engine_failed=0)
+    eventually(instance, **{"vllm:num_requests_running": 0}, ddtree_engine_failed=0)
 
 
 def raw(text: str) -> dict[str, np.ndarray]:
@@ -234,7 +234,7 @@ def test_one_bad_request_touches_no_other_of_its_batch(
     text.encode()
     truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
     assert [joined(batch[0]), joined(batch[2])] == [truth, truth]
-    eventually(instance, ddtree_requests_running=0)
+    eventually(instance, **{"vllm:num_requests_running": 0})
 
 
 def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> None:
@@ -245,21 +245,21 @@ def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> No
     for request in requests:
         with pytest.raises(TritonError, match="is being unloaded"):
             list(request.responses())
-    assert instance.metrics["ddtree_requests_running"] == instance.metrics["ddtree_requests_waiting"] == 0
+    assert instance.metrics["vllm:num_requests_running"] == instance.metrics["vllm:num_requests_waiting"] == 0
 
 
 def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Path) -> None:
     model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
     with loaded(model) as instance:
-        service, ending = instance.model._service, threading.Event()
-        end = service._end
+        service, closing = instance.model._service, threading.Event()
+        end_all = service._end_all
 
-        def ended(job: Any, outcome: Any) -> None:
-            end(job, outcome)
-            ending.set()
+        def told() -> Any:
+            closing.set()
+            return end_all()
 
-        service._end = ended
-        service._loop.call_soon_threadsafe(ending.wait, WAIT_S)  # no request begins before it is ended
+        service._end_all = told
+        service._loop.call_soon_threadsafe(closing.wait, WAIT_S)  # no request begins before it is ended
         request = instance.start(trtllm(**LONG))
     with pytest.raises(TritonError, match="is being unloaded"):
         list(request.responses())

@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,29 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
-from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from tools.gpu import correct, ranks
+from tools.gpu import correct
 from tools.gpu.rounds import ceilings, fill, time_device, time_host
-from workbench.random_pair import PairShape, find_shape, random_torch_engine
+from workbench.random_pair import find_shape, random_torch_engine
 
 SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is checked and timed."""
+
+    pasts: tuple[int, ...]
+    budgets: tuple[int, ...]
+    rounds: int  # timed for each figure
+    precisions: tuple[str, ...]
+    prompts: int
+    tokens: int
+
+
 # With its root each tree fills a size that passes are padded to: one node more would take the next size.
-BUDGETS = [15, 31, 63, 127, 255]
-DRY_BUDGETS = [3, 15]
+FULL = Scale((1024, 8192), (15, 31, 63, 127, 255), 20, ("bf16", "fp16", "fp32"), 6, 96)
+DRY = Scale((16, 40), (3, 15), 2, ("fp32", "bf16"), 1, 12)
 COMPARED_BUDGET = 63
 # Targets on an H200.
 AR_OVER_FLOOR = 1.15
@@ -95,32 +109,6 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measure_pair(name: str, args: argparse.Namespace, device: torch.device, report: Report) -> dict[str, Any]:
-    """Every round time of one shape."""
-    shape = find_shape(name)
-    room = (args.rounds + 8) * shape.block_size
-    limits = Limits(
-        max_seq_len=max(args.pasts) + room,
-        max_batch=1,
-        max_tree_budget=max([*args.budgets, shape.block_size]),
-        prefill_chunk=min(1024, max(args.pasts)),
-    )
-    result: dict[str, Any] = {"shape": name, "precision": args.precision, "runs": []}
-    made = report.step(
-        f"{name}: weights", lambda: random_torch_engine(name, shape, args.precision, limits, device, args.seed)
-    )
-    if made is None:
-        return result
-    engine, weights = made
-    result["weight_bytes"] = streamed_bytes(weights)
-    slab = engine.target.cache.slab
-    result["kv_bytes_per_token"] = slab[:, 0, :, 0].numel() * slab.element_size()
-    for past in args.pasts:
-        result["runs"].append(measure_past(name, shape, engine, past, args, report))
-    engine.close()
-    return result
-
-
 def streamed_bytes(weights: dict[str, Tensor]) -> int:
     """Bytes of target weights that one token needs: all but the embedding, unless that is the head too."""
     target = {n: w for n, w in weights.items() if n.startswith("target.")}
@@ -129,38 +117,43 @@ def streamed_bytes(weights: dict[str, Tensor]) -> int:
     return sum(w.numel() * w.element_size() for w in target.values())
 
 
-def measure_past(
-    name: str,
-    shape: PairShape,
-    engine: TorchEngine,
-    past: int,
-    args: argparse.Namespace,
-    report: Report,
-) -> dict[str, Any]:
-    run: dict[str, Any] = {"past": past, "ddtree": []}
-    where, rounds = f"{name}, past {past}", args.rounds
-    tokens = np.random.default_rng(args.seed).integers(0, shape.target.vocab_size - 1, past)
-    bonus = report.step(f"{where}: prefill", lambda: fill(engine, tokens))
-    if bonus is None:
-        return run
+def measure_pair(name: str, scale: Scale, device: torch.device, report: Report) -> dict[str, Any]:
+    """Every round time of one shape."""
+    shape = find_shape(name)
+    limits = Limits(
+        max_seq_len=max(scale.pasts) + (scale.rounds + 8) * shape.block_size,
+        max_batch=1,
+        max_tree_budget=max([*scale.budgets, shape.block_size]),
+        prefill_chunk=min(1024, max(scale.pasts)),
+    )
+    result: dict[str, Any] = {"shape": name, "precision": "bf16", "runs": []}
+    made = report.step(f"{name}: weights", lambda: random_torch_engine(name, shape, "bf16", limits, device, 0))
+    if made is None:
+        return result
+    engine, weights = made
+    slab = engine.target.cache.slab
+    result["weight_bytes"] = streamed_bytes(weights)
+    result["kv_bytes_per_token"] = slab[:, 0, :, 0].numel() * slab.element_size()
+    for past in scale.pasts:
+        tokens = np.random.default_rng(0).integers(0, shape.target.vocab_size - 1, past)
+        bonus = report.step(f"{name}, past {past}: prefill", partial(fill, engine, tokens))
+        run: dict[str, Any] = {"past": past, "ddtree": []}
+        result["runs"].append(run)
+        if bonus is None:
+            continue
 
-    def host(budget: int, **kind: bool) -> Callable[[], dict[str, Any]]:
-        return lambda: time_host(engine, bonus, budget=budget, rounds=rounds, **kind)
+        def timed(what: str, time_one: Callable[..., Any], budget: int, **kind: bool) -> Any:
+            work = partial(time_one, engine, bonus, budget=budget, rounds=scale.rounds, **kind)  # noqa: B023
+            return report.step(f"{name}, past {past}: {what}", work)  # noqa: B023
 
-    def on_device(budget: int) -> Callable[[], dict[str, Any]]:
-        return lambda: time_device(engine, bonus, budget=budget, rounds=rounds)
-
-    run["ar"] = report.step(f"{where}: ar", host(0))
-    run["dflash"] = report.step(f"{where}: dflash", host(shape.block_size - 1, dflash=True))
-    for budget in args.budgets:
-        run["ddtree"].append(
-            {
-                "budget": budget,
-                "host": report.step(f"{where}: ddtree {budget}, tree on the host", host(budget)),
-                "device": report.step(f"{where}: ddtree {budget}, tree on the device", on_device(budget)),
-            }
-        )
-    return run
+        run["ar"] = timed("ar", time_host, 0)
+        run["dflash"] = timed("dflash", time_host, shape.block_size - 1, dflash=True)
+        for budget in scale.budgets:
+            host = timed(f"ddtree {budget}, tree on the host", time_host, budget)
+            on_device = timed(f"ddtree {budget}, tree on the device", time_device, budget)
+            run["ddtree"].append({"budget": budget, "host": host, "device": on_device})
+    engine.close()
+    return result
 
 
 def kernel_check(path: Path) -> dict[str, Any]:
@@ -169,11 +162,6 @@ def kernel_check(path: Path) -> dict[str, Any]:
     bad = [name for name, part in found.items() if not part["ok"]]
     assert not bad, f"{', '.join(bad)}: see {path}"
     return found
-
-
-def pointwise(device: torch.device) -> dict[str, float] | None:
-    """Errors of the kernels between matrix products; None on a CPU, which has no such kernels."""
-    return correct.check_pointwise(device) if device.type == "cuda" else None
 
 
 def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -201,60 +189,48 @@ def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("--random-weights", metavar="SHAPES", default="qwen3-8b,qwen3-4b")
-    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16", help="of the round times")
-    parser.add_argument("--pasts", type=numbers, default=[1024, 8192])
-    parser.add_argument("--budgets", type=numbers, default=BUDGETS)
-    parser.add_argument("--rounds", type=int, default=20, help="timed for each figure")
     parser.add_argument("--kernel-check", type=Path, help="what tools.gpu.kernel_check found")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
+    device, scale, shapes = choose_device(), FULL, args.random_weights.split(",")
     if args.dry_run:
-        args.random_weights, args.pasts, args.budgets, args.rounds = "micro", [16, 40], DRY_BUDGETS, 2
-    device = torch.device("cpu") if args.dry_run else choose_device()
-    if device.type == "cpu" and not args.dry_run:
+        device, scale, shapes = torch.device("cpu"), DRY, ["micro"]
+        torch.set_num_threads(1)
+    elif device.type == "cpu":
         raise UsageError("no GPU was found; --dry-run checks this script without one")
-    shapes = args.random_weights.split(",")
     for name in shapes:
         find_shape(name)
-    if args.dry_run:
-        torch.set_num_threads(1)
     args.result.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": SCHEMA_VERSION, "dry_run": args.dry_run, "machine": machine(device)}
     body |= {"correctness": {}, "ceilings": None, "pairs": [], "targets": []}
     report = Report(args.result, body, args.minutes)
+    body = report.body
     if args.kernel_check is not None:
-        report.body["kernels"] = report.step("kernels", lambda: kernel_check(args.kernel_check))
-    report.body["pointwise"] = report.step("norms, rotary, swiglu", lambda: pointwise(device))
+        body["kernels"] = report.step("kernels", lambda: kernel_check(args.kernel_check))
+    if device.type == "cuda":
+        body["pointwise"] = report.step("norms, rotary, swiglu", lambda: correct.check_pointwise(device))
     with tempfile.TemporaryDirectory() as folder:
-        size = (1, 12) if args.dry_run else (6, 96)
-        for precision in ["fp32", "bf16"] if args.dry_run else ["bf16", "fp16", "fp32"]:
-            report.body["correctness"][precision] = report.step(
-                f"correctness in {precision}",
-                partial(correct.check, Path(folder), precision, device, *size),
-            )
-        if (reason := ranks.obstacle(dry_run=args.dry_run)) is not None:
-            report.note("two GPUs", f"skipped: {reason}")
+        check = partial(correct.check, Path(folder), device=device, count=scale.prompts, tokens=scale.tokens)
+        for precision in scale.precisions:
+            work = partial(check, precision)
+            body["correctness"][precision] = report.step(f"correctness in {precision}", work)
+        if not args.dry_run and torch.cuda.device_count() < 2:
+            report.note("two GPUs", "skipped: there is one")
         else:
-            precision = "fp32" if args.dry_run else "bf16"
-            report.body["two_gpus"] = report.step("two GPUs", partial(ranks.check, Path(folder), precision, *size))
-    report.body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
+            body["two_gpus"] = report.step("two GPUs", partial(check, scale.precisions[0], ranks=2))
+    body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
     for name in shapes:
-        report.body["pairs"].append(measure_pair(name, args, device, report))
+        body["pairs"].append(measure_pair(name, scale, device, report))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    report.body["targets"] = report.step("targets", lambda: targets(report.body)) or []
+    body["targets"] = report.step("targets", lambda: targets(body)) or []
     report.note("end", "ok")
-    for row in report.body["targets"]:
+    for row in body["targets"]:
         print(f"{row['where']}: {row['what']}: {row['found']:.2f} (wanted {row['wanted']}): {row['met']}")
     return 1 if report.failed else 0
 

@@ -1,10 +1,11 @@
-"""Checks of the PyTorch engine on a device: the packaged pair compared with float32 on the CPU, for `bench.py`."""
+"""Checks of the PyTorch engine on one device or two, for `bench.py`: the packaged pair against float32 on the CPU."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime.engines.base import Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.attention import load_operators
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, read_weights
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.tree import TokenTree
 from tools.gpu.rounds import HostRounds, fill
 from workbench.random_pair import find_shape
@@ -40,21 +43,29 @@ def open_tiny(folder: Path, precision: Any, device: torch.device) -> TorchEngine
     return TorchEngine(manifest, read_weights(directory, manifest, device), device)
 
 
-def check(folder: Path, precision: str, device: torch.device, count: int, tokens: int) -> dict[str, Any]:
+def check(
+    folder: Path, precision: str, device: torch.device, count: int, tokens: int, ranks: int = 1
+) -> dict[str, Any]:
     """Compare logits of branching trees with float32, and `tokens` tokens after `count` prompts, decoded by every
-    method, with those decoded one by one. Raises AssertionError that says what differs."""
-    truth, engine = open_tiny(folder, "fp32", torch.device("cpu")), open_tiny(folder, precision, device)
-    error = compare_trees(truth, engine)
-    assert error <= RELATIVE_ERROR[precision], f"logits are off by {error:.3g} of their scale"
-    outputs, ties = 0, 0
-    for prompt in prompts(count):
-        bonus = fill(engine, prompt)
-        expected = HostRounds(engine, budget=0).decode(bonus, tokens)[:tokens]
-        for name, decode in decoders(engine).items():
-            found = decode(fill(engine, prompt), tokens)[:tokens]
-            outputs += 1
-            ties += differ_at_a_tie(truth, prompt, expected, found, precision, name)
-    return {"relative_error": error, "kernels": engine.target.kernels, "outputs": outputs, "differ_at_a_tie": ties}
+    method, with those decoded one by one in one process; with `ranks`, of a target that is split over so many devices.
+    Raises AssertionError that says what differs."""
+    truth, one = open_tiny(folder, "fp32", torch.device("cpu")), open_tiny(folder, precision, device)
+    directory, engine = folder / f"tiny-{precision}", cast(Engine, one)
+    if ranks > 1:
+        engine = ParallelEngine.open(directory, load_manifest(directory), EngineOptions(tensor_parallel_size=ranks))
+    try:
+        error = compare_trees(truth, engine)
+        assert error <= RELATIVE_ERROR[precision], f"logits are off by {error:.3g} of their scale"
+        outputs, ties = 0, 0
+        for prompt in prompts(count):
+            expected = HostRounds(one, budget=0).decode(fill(one, prompt), tokens)[:tokens]
+            for name, decode in decoders(engine).items():
+                found = decode(fill(engine, prompt), tokens)[:tokens]
+                outputs += 1
+                ties += differ_at_a_tie(truth, prompt, expected, found, precision, name)
+        return {"relative_error": error, "kernels": one.target.kernels, "outputs": outputs, "differ_at_a_tie": ties}
+    finally:
+        engine.close()
 
 
 def check_pointwise(device: torch.device) -> dict[str, float]:
@@ -129,19 +140,20 @@ def random_tree(rng: np.random.Generator, size: int, vocab: int) -> TokenTree:
     return TokenTree(rng.integers(5, vocab, size), parents, depths)
 
 
-def decoders(engine: TorchEngine) -> dict[str, Any]:
+def decoders(engine: Engine) -> dict[str, Any]:
     """Functions of the bonus token and a number of tokens that decode, by name."""
     block = engine.manifest.drafting.dims.block_size
     found: dict[str, Any] = {"dflash": HostRounds(engine, budget=block - 1, dflash=True).decode}
     for budget in BUDGETS:
         found[f"host-{budget}"] = HostRounds(engine, budget=budget).decode
-        found[f"device-{budget}"] = lambda bonus, tokens, budget=budget: decode_on_device(engine, budget, bonus, tokens)
+        if engine.rounds is not None:
+            found[f"device-{budget}"] = partial(decode_on_device, engine, budget)
     return found
 
 
-def decode_on_device(engine: TorchEngine, budget: int, bonus: int, tokens: int) -> list[int]:
+def decode_on_device(engine: Engine, budget: int, bonus: int, tokens: int) -> list[int]:
     """At least so many tokens by rounds that stay on the device, the bonus token first."""
-    assert engine.rounds is not None, "the tiny pair has a block drafter"
+    assert engine.rounds is not None, "asked where the device does rounds"
     output = [bonus]
     while len(output) < tokens:
         (result,) = engine.rounds.round([RoundRequest(0, output[-1], budget)])

@@ -41,7 +41,7 @@ class HostRounds:
         self.engine = engine
         self.budget = budget
         self.dflash = dflash
-        self.clock = StageClock(engine.settle if profile else None)
+        self.clock = StageClock(engine.synchronize if profile else None)
 
     def round(self, bonus: int) -> list[int]:
         """The tokens of one round."""
@@ -126,11 +126,6 @@ def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dfla
     times, _, lengths = measure(profile=False)
     result |= {"round_ms": spread(times), "tokens_per_round": statistics.mean(lengths)}
     _, result["stage_ms"], _ = measure(profile=True)
-    if not budget:
-        key = (1, 1)
-        graphs = engine.target.graphs
-        if graphs.replay(key):
-            result["graph_ms"] = events_ms(lambda: graphs.replay(key), engine.device, 20)
     return result
 
 

@@ -1,27 +1,55 @@
-"""The drafter's configuration, its first weights, and the folder that is published."""
+"""The drafter's configuration, its first weights, the folder that is published, and the tokens that it drafts from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from ddtree_trt.drafters.dflash import dims as dflash
-from ddtree_trt.drafters.tapped import BODY
-from ddtree_trt.models.decoder import decoder_layer, final_norm, shapes_of
-from tools.train_tiny.export import plain_config, save
-from tools.train_tiny.model import Config, Drafter
+from ddtree_trt.drafters.tapped import TO_TARGET
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.families import QWEN3
 
+from .model import Config, DFlash, Drafter, Eagle3, make
 from .settings import DrafterSettings
+from .target import Answer
+
+FIELD = "draft_vocab_size"
+
+
+def plain_config(dims: TransformerDims, *, tied: bool, dtype: str, tokens: Config) -> Config:
+    """What the config.json of a target and of a drafter have in common; `tokens` are its special ones."""
+    entries = {
+        **QWEN3.config_entries(dims),
+        "attention_dropout": 0.0,
+        "dtype": dtype,
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * dims.num_layers,
+        "max_window_layers": dims.num_layers,
+        "rope_parameters": {"rope_theta": dims.rope_theta, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        **tokens,
+    }
+    return dict(sorted(entries.items()))
 
 
 def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, ...], mask: int) -> Config:
-    """A DFlash drafter's config.json: the target's widths, a few layers, and what it reads of the target."""
-    heads = target["num_attention_heads"]
+    """The drafter's config.json: the target's widths, a few layers, and what it reads of the target.
+
+    DSpark's is as SpecForge writes it, except that position 0 names nothing, as in DFlash; EAGLE-3's too, its head the
+    target's.
+    """
+    heads, eagle = target["num_attention_heads"], settings.kind == "eagle3"
     rope = target.get("rope_parameters") or {}
     dims = dflash.DFlashDims(
         vocab_size=target["vocab_size"],
@@ -30,7 +58,7 @@ def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, .
         num_heads=heads,
         num_kv_heads=target.get("num_key_value_heads") or heads,
         head_dim=target.get("head_dim") or target["hidden_size"] // heads,
-        intermediate_size=target["intermediate_size"],
+        intermediate_size=settings.inner or target["intermediate_size"],
         rms_norm_eps=target["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
         max_positions=target["max_position_embeddings"],
@@ -39,45 +67,113 @@ def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, .
         tap_layers=taps,
         num_target_layers=target["num_hidden_layers"],
     )
-    tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id")}
-    tied = bool(target.get("tie_word_embeddings"))
-    return {**plain_config(dims, tied=tied, dtype="bfloat16", tokens=tokens), **dflash.config_entries(dims)}
+    tokens: Config = {name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target}
+    tied = bool(target.get("tie_word_embeddings")) and settings.kind == "dflash"
+    config = plain_config(dims, tied=tied, dtype=settings.dtype, tokens=tokens)
+    if eagle:
+        section = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
+        return {**config, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": section, "model_type": "llama"}
+    config |= {"architectures": [dflash.ARCHITECTURE], **dflash.config_entries(dims)}
+    if settings.kind == "dspark":
+        config["architectures"] = ["DSparkDraftModel"]
+        config[dflash.SECTION] |= {
+            "markov_head_type": "vanilla",
+            "markov_rank": settings.markov_rank,
+            "projector_type": "dspark",
+            "sample_from_anchor": False,
+        }
+    return config
 
 
-def fresh(config: Config, weights: dict[str, Tensor], seed: int) -> Drafter:
-    """Start from the target's last layers where shapes agree; `fc` passes the deepest tapped state through."""
+def fresh(config: Config, weights: dict[str, Tensor], layers: int, seed: int) -> Drafter:
+    """Start from the last of the target's `layers`; `fc` passes the deepest tapped state through."""
     torch.manual_seed(seed)
-    model = Drafter(config)
-    own = model.state_dict()
-    dims, first = model.dims, config["num_target_layers"] - config["num_hidden_layers"]
-    # Name in the drafter → name in the target; keys and values of the context are to begin as the target's.
-    sources = dict(zip(final_norm(dims, BODY).sources, final_norm(dims).sources, strict=True))
-    sources[dflash.CONTEXT_NORM] = decoder_layer(dims, first).input_norm.sources[0]
-    for index in range(dims.num_layers):
-        mine, theirs = decoder_layer(dims, index, BODY), decoder_layer(dims, first + index)
-        sources |= zip(shapes_of(mine), shapes_of(theirs), strict=True)
-    found = {
-        name: weights[source].float()
-        for name, source in sources.items()
-        if source in weights and weights[source].shape == own[name].shape
-    }
-    model.load_state_dict(found, strict=False)
-    hidden = config["hidden_size"]
+    model, hidden = make(config), config["hidden_size"]
     with torch.no_grad():
         torch.nn.init.normal_(model.fc.weight, std=0.02)
         model.fc.weight[:, -hidden:] += torch.eye(hidden)
+    own = model.state_dict()
+    copied = _of_eagle(model, weights, layers - 1) if isinstance(model, Eagle3) else _of_dflash(model, weights, layers)
+    fitting = {name: value.float() for name, value in copied.items() if value.shape == own[name].shape}
+    model.load_state_dict(fitting, strict=False)
     return model.requires_grad_(True)
 
 
-def averaged(model: Drafter, average: Sequence[Tensor]) -> Drafter:
-    """A frozen drafter like `model` whose parameters are `average`, rounded to bf16 as they are published."""
-    shown = Drafter(model.cfg).to(model.fc.weight.device).requires_grad_(False)
-    for p, value in zip(shown.parameters(), average, strict=True):
-        p.copy_(value.bfloat16())
-    return shown
+def _of_dflash(model: DFlash, weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    first, found = layers - len(model.layers), {}
+    for name in model.state_dict():
+        source = f"model.{name}"
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            source = f"model.layers.{first + int(index)}.{rest}"
+        elif name == dflash.CONTEXT_NORM:  # keys and values of the context are to begin as the target's
+            source = f"model.layers.{first}.input_layernorm.weight"
+        if source in weights:
+            found[name] = weights[source]
+    return found
 
 
-def export(model: Drafter, folder: Path, facts: dict[str, Any]) -> None:
-    """The drafter in bf16 as a Hugging Face folder, with the facts of its validation."""
-    save(model, model.cfg, folder, dtype=torch.bfloat16)
-    (folder / "validation.json").write_text(json.dumps(facts) + "\n")
+def _of_eagle(model: Eagle3, weights: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """The target's layer reads the feature's half of the input. Queries and keys have no norm here: the target's norms,
+    where it has them, are made part of its matrices, for inputs of random sign."""
+    source, attention, hidden = f"model.layers.{layer}.", model.midlayer.self_attn, model.cfg["hidden_size"]
+    found = {"norm.weight": weights["model.norm.weight"]}
+    for mine, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm", "post_attention_layernorm")):
+        found[f"midlayer.{mine}.weight"] = weights[f"{source}{theirs}.weight"]
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+        found[f"midlayer.{name}.weight"] = weights[f"{source}{name}.weight"]
+    for name in ("q", "k", "v"):
+        weight = weights[f"{source}self_attn.{name}_proj.weight"].float().cpu().clone()
+        norm = weights.get(f"{source}self_attn.{name}_norm.weight")
+        if norm is not None:
+            heads = weight.view(-1, attention.size, hidden)
+            heads /= heads.norm(dim=(1, 2), keepdim=True) / math.sqrt(attention.size)
+            heads *= norm.float().cpu()[:, None]
+        key = f"midlayer.self_attn.{name}_proj.weight"
+        found[key] = torch.cat([torch.randn(weight.shape) * 0.02, weight], -1)
+    return found
+
+
+def save(model: nn.Module, config: Config, folder: Path) -> None:
+    """Write config.json and model.safetensors, in the configuration's precision; a tied head is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, config["dtype"])
+    weights = {
+        name: value.detach().to("cpu", dtype).contiguous()
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    _replace(folder / "model.safetensors", weights)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _replace(path: Path, weights: dict[str, Tensor]) -> None:
+    partial = path.with_suffix(".partial")
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    os.replace(partial, path)
+
+
+def most_frequent(answers: Sequence[Answer], vocabulary: int, size: int, always: Iterable[int] = ()) -> Tensor:
+    """The `size` most frequent tokens of the answers, rising; of equally frequent ones the lower ids, which byte-pair
+    encodings learnt earlier. Those of `always` are among them. Raises SystemExit where the vocabulary has fewer."""
+    if not 0 < size <= vocabulary:
+        raise SystemExit(f"--size must be 1 to {vocabulary}, the target's vocabulary, not {size}")
+    counts = torch.bincount(torch.tensor([t for a in answers for t in a.ids[a.prompt :]]), minlength=vocabulary)
+    counts[list(always)] = counts.max() + 1
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def read_shortlist(folder: Path) -> Tensor | None:
+    """The token of each draft id [V'] of a drafter's folder; None where it drafts from the whole vocabulary."""
+    offsets = load_file(folder / "model.safetensors").get(TO_TARGET)
+    return None if offsets is None else offsets.long() + torch.arange(len(offsets))
+
+
+def write_shortlist(folder: Path, ids: Tensor) -> None:
+    """Have the drafter in `folder` draft from the tokens `ids` [V'], rising: `d2t` and the size in its config.json."""
+    weights = load_file(folder / "model.safetensors")
+    offsets = (ids - torch.arange(len(ids))).to(torch.int32)
+    _replace(folder / "model.safetensors", {**weights, TO_TARGET: offsets})
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), FIELD: len(ids)}, indent=2) + "\n")

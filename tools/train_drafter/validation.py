@@ -1,24 +1,24 @@
 """Tokens per round on stored greedy answers: what decoding would give, without decoding.
 
 At temperature 0 the target's answer does not depend on the drafts, so the rounds follow from the drafts at every
-position of the answer that the target would give anyway.
+position of the answer that the target would give anyway. Up to the first wrong draft the true tokens before are the
+drafter's own, so one pass gives what drafting would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.tree import best_tree, descend
-from tools.train_tiny.model import Drafter
 
-from .blocks import draft_states, make_blocks
-from .generation import Record
+from .blocks import cut_blocks, read_texts
+from .model import DFlash, Drafter
+from .target import Answer, Target
 
 CHUNK = 48
 """Anchors drafted at once: all the logits of a long answer would be large."""
@@ -26,19 +26,18 @@ CHUNK = 48
 
 @torch.no_grad()
 def drafts(
-    model: Drafter, record: Record, embedding: Tensor, head: Tensor, top: int, shortlist: Tensor | None = None
+    model: Drafter, target: Target, answer: Answer, top: int, shortlist: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids [anchors, B-1, top] of the drafts at every position of the answer but the last. With a
-    shortlist [V'] of tokens, `head` has their rows only."""
-    block, mask = int(model.cfg["block_size"]), int(model.cfg["dflash_config"]["mask_token_id"])
+    """Log-probabilities and ids [anchors, B-1, top] of the drafts at every position of the answer but the last; with a
+    shortlist [V'], of its tokens only."""
+    texts, head = read_texts(target, [answer]), target.head if shortlist is None else target.head[shortlist]
     values, indices = [], []
-    for anchor in torch.arange(record.prompt, max(record.prompt + 1, len(record.ids) - 1)).split(CHUNK):
-        blocks = make_blocks([record], anchor[None], block, mask, embedding.device)
-        states = draft_states(model, embedding, blocks, block)[0].to(head.dtype)
-        logits = (states.flatten(0, 1) @ head.T).float().view(*states.shape[:2], -1)
-        best, ids = logits.topk(top, -1)
-        values.append((best - logits.logsumexp(-1, keepdim=True)).cpu())
-        indices.append((ids if shortlist is None else shortlist[ids]).cpu())
+    for anchor in torch.arange(answer.prompt, max(answer.prompt + 1, len(answer.ids) - 1)).split(CHUNK):
+        blocks = cut_blocks(texts, anchor[None], model.block)
+        logits = model.logits(model.drafts(blocks, target.embedding), blocks.before, head)[0].float()
+        best, ids = logits.log_softmax(-1).topk(min(top, len(head)), -1)
+        values.append(best.cpu())
+        indices.append(ids.cpu() if shortlist is None else shortlist[ids.cpu()])
     return torch.cat(values), torch.cat(indices)
 
 
@@ -46,42 +45,40 @@ def _next(truth: Iterator[int], _: int) -> int | None:
     return next(truth, None)
 
 
-def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], budget: int, width: int | None) -> list[int]:
-    """Tokens of every round of an answer by trees of so many drafts; the first token is the prefill's and belongs to
-    none."""
+def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], budget: int | None) -> list[int]:
+    """Tokens of every round of an answer by trees of so many drafts, or by the chain; the first token is the prefill's
+    and belongs to none."""
     place, counts = 0, []
     while place + 1 < len(answer):
         truth = answer[place + 1 :]
-        tree = best_tree(Marginals(values[place].numpy(), indices[place].int().numpy()), budget, width=width)
-        counts.append(min(len(descend(tree, partial(_next, iter(truth)))), len(truth)))
+        if budget is None:
+            hits = [draft == token for draft, token in zip(indices[place, :, 0].tolist(), truth, strict=False)]
+            count = [*hits, False].index(False) + 1
+        else:
+            tree = best_tree(Marginals(values[place].numpy(), indices[place].int().numpy()), budget)
+            count = len(descend(tree, partial(_next, iter(truth))))
+        counts.append(min(count, len(truth)))
         place += counts[-1]
     return counts
 
 
 def tokens_per_round(
-    model: Drafter,
-    records: Sequence[Record],
-    embedding: Tensor,
-    head: Tensor,
-    budgets: Sequence[int],
-    shortlist: Tensor | None = None,
-) -> dict[str, Any]:
-    """Of the chain and of trees of so many drafts, all rounds alike; `first`: how often the first draft is right. With
-    a shortlist [V'] of tokens it drafts from these only."""
-    if shortlist is not None:
-        head = head[shortlist]
-    kinds: dict[str, tuple[int, int | None]] = {"chain": (int(model.cfg["block_size"]), 1)}
-    kinds |= {f"ddtree-{budget}": (budget, None) for budget in budgets}
+    model: Drafter, target: Target, answers: Sequence[Answer], budgets: Sequence[int], shortlist: Tensor | None = None
+) -> dict[str, float]:
+    """Of the chain, and of DFlash's trees of so many drafts, all rounds alike; `first`: how often the first draft is
+    right."""
+    trees = isinstance(model, DFlash) and model.markov_head is None
+    kinds: dict[str, int | None] = {"chain": None, **({f"ddtree-{b}": b for b in budgets} if trees else {})}
     counts: dict[str, list[int]] = {name: [] for name in kinds}
     hits = places = 0
-    for record in records:
-        answer = record.ids[record.prompt :]
-        if len(answer) < 2:
+    for answer in answers:
+        told = answer.ids[answer.prompt :]
+        if len(told) < 2:
             continue
-        values, indices = drafts(model, record, embedding, head, max(budgets), shortlist)
-        for name, (budget, width) in kinds.items():
-            counts[name] += rounds(values, indices, answer, budget, width)
-        hits += int((indices[:, 0, 0] == torch.tensor(answer[1:])).sum())
-        places += len(answer) - 1
+        values, indices = drafts(model, target, answer, max(budgets), shortlist)
+        for name, budget in kinds.items():
+            counts[name] += rounds(values, indices, told, budget)
+        hits += int((indices[:, 0, 0] == torch.tensor(told[1:])).sum())
+        places += len(told) - 1
     means = {name: round(sum(found) / max(1, len(found)), 3) for name, found in counts.items()}
     return {**means, "first": round(hits / max(1, places), 3)}

@@ -1,63 +1,172 @@
-"""Command line: `python -m tools.train_tiny STAGE --work DIR --out DIR`."""
+"""Command line: `python -m tools.train_tiny STAGE --work DIR --out DIR`; a stage whose result exists is skipped."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from .pipeline import STAGES, Run, copy_packaged, run_stages
-from .settings import Settings
+import numpy as np
+import torch
+
+from tools.train_drafter import data
+from tools.train_drafter.loop import Log
+from tools.train_drafter.settings import Schedule
+from tools.train_drafter.target import Answer, Target, load_target
+from tools.train_drafter.training import train_drafter
+
+from . import corpus, tokenizer
+from .evaluate import evaluate
+from .settings import DFLASH, MASK, Settings
+from .target import train_target
+from .tokenizer import TokenSet
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Where a run keeps its intermediate files (work) and its results (out)."""
+
+    settings: Settings
+    work: Path
+    out: Path
+
+    @property
+    def arrays(self) -> dict[str, Path]:
+        return {part: self.work / f"{part}.npz" for part in ("train", "hold")}
+
+    def load(self) -> Target:
+        return load_target(str(self.out / "target"), DFLASH.taps, tokenizer=self.out / "tokenizer")
+
+    def corpus(self) -> None:
+        if not (self.work / "corpus.jsonl").exists():
+            counts = corpus.build(self.settings.corpus, self.out / "prompts.jsonl", self.work / "corpus.jsonl")
+            print(json.dumps(counts))
+
+    def tokenizer(self) -> None:
+        if not self.arrays["hold"].exists():
+            size, folder = self.settings.target.vocabulary, self.out / "tokenizer"
+            print(json.dumps(tokenizer.build(self.work / "corpus.jsonl", size, folder, self.arrays)))
+
+    def target(self) -> None:
+        if not (self.out / "target").exists():
+            folder = self.work / "target"
+            if train_target(self.settings.target, self.arrays, folder, folder / "best"):
+                shutil.copytree(folder / "best", self.out / "target")
+
+    def data(self) -> None:
+        """Answers to the corpus's prompts, no prompt twice, some of its conversations, and answers to measure by."""
+        s, folder = self.settings, self.work / "data"
+        target, tokens, held = self.load(), *(TokenSet.load(path) for path in self.arrays.values())
+        order = np.random.default_rng(s.data.seed).permutation(len(tokens.lengths))
+        size = s.data.batch * s.data.pool
+
+        def prompts(pool: int) -> list[list[int]]:
+            return [tokens.prompt(i) for i in order[pool * size : (pool + 1) * size]]
+
+        report = Log(self.work / "data.log").write
+        data.write_pools(target, folder, range(s.pools), s.data, prompts, report)
+        taken = order[len(order) - round(s.corpus_share * s.pools * size) :]
+        told = [Answer(tokens.conversation(i).tolist(), int(tokens.prompts[i]), 1.0) for i in taken]
+        data.write(told, folder / "pool-corpus.safetensors")
+        v = s.validation
+        asked = [held.prompt(i) for i in np.random.default_rng(v.seed).permutation(len(held.lengths))[: v.prompts]]
+        data.write_greedy(target, asked, v.max_new, self.work / "validation.safetensors")
+
+    def _train(self, name: str) -> None:
+        if not (self.out / name).exists():
+            work, init = self.work / name, self.out / "drafter" if name == "dspark" else None
+            if train_drafter(self.load(), self.settings.drafters[name], MASK, work, self.work / "data", init):
+                shutil.copytree(work / "best", self.out / name)
+
+    def drafter(self) -> None:
+        self._train("drafter")
+
+    def dspark(self) -> None:
+        self._train("dspark")
+
+    def eagle3(self) -> None:
+        self._train("eagle3")
+
+    def evaluate(self) -> None:
+        """Of every drafter in OUT; writes evaluation.json."""
+        found = {}
+        for name in self.settings.drafters:
+            if (self.out / name).exists():
+                found[name] = evaluate(self.out, name, self.work / f"engine-{name}", self.settings.evaluation)
+                print(json.dumps({name: found[name]}), flush=True)
+        (self.out / "evaluation.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "corpus": (),
+    "tokenizer": ("corpus",),
+    "target": ("tokenizer",),
+    "data": ("target",),
+    "drafter": ("data",),
+    "dspark": ("drafter",),
+    "eagle3": ("data",),
+    "evaluate": (),
+}
+
+
+def needed(name: str) -> list[str]:
+    """The stage and all that it builds on, in an order in which each comes after what it needs."""
+    return list(dict.fromkeys([*(found for need in NEEDS[name] for found in needed(need)), name]))
+
+
+def copy_packaged(out: Path, names: tuple[str, ...]) -> None:
+    """Begin OUT with the package's prompts and these folders of it, which are then not made."""
+    packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(packaged / "prompts.jsonl", out)
+    for name in names:
+        if not (out / name).exists():
+            shutil.copytree(packaged / name, out / name)
+
+
+def scaled(settings: Settings, scale: float) -> Settings:
+    """The trainings `scale` times as long."""
+
+    def with_length(part: Any) -> Any:
+        schedule: Schedule = part.schedule
+        return replace(part, schedule=replace(schedule, seconds=schedule.seconds * scale))
+
+    drafters = {name: with_length(part) for name, part in settings.drafters.items()}
+    return replace(settings, target=with_length(settings.target), drafters=drafters)
 
 
 def main() -> None:
-    defaults = Settings()
+    settings = Settings()
     parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its drafters.")
-    parser.add_argument("stage", choices=["all", *STAGES])
+    parser.add_argument("stage", choices=["all", *NEEDS])
     parser.add_argument("--work", type=Path, required=True, help="folder of intermediate files")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of target, drafter, tokenizer, prompts, results"
-    )
-    parser.add_argument("--init", type=Path, help="target folder to start from (same shape; its tokenizer next to it)")
-    parser.add_argument("--init-drafter", type=Path, help="drafter folder to start from (same shape)")
-    parser.add_argument("--conversations", type=int, default=defaults.corpus.conversations)
-    parser.add_argument("--target-seconds", type=float, default=defaults.target.seconds)
-    parser.add_argument("--target-rate", type=float, default=1.0, help="multiplies the target's peak learning rates")
-    parser.add_argument("--data-seconds", type=float, default=defaults.draft_data.seconds)
-    parser.add_argument("--drafter-seconds", type=float, default=defaults.drafter.seconds)
-    parser.add_argument("--dspark-seconds", type=float, default=defaults.dspark.seconds)
-    parser.add_argument("--markov-rank", type=int, default=defaults.dspark.markov_rank)
-    parser.add_argument("--tune-body", action="store_true", help="dspark: train the whole drafter, not its head alone")
-    parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
-    parser.add_argument("--own-head", action="store_true", help="eagle3: train a head too, from the target's on")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--conversations", type=int, default=settings.corpus.conversations)
+    parser.add_argument("--pools", type=int, default=settings.pools, help="data: how many files of 384 answers")
+    parser.add_argument("--scale", type=float, default=1.0, help="length of the trainings, times the default")
+    parser.add_argument("--threads", type=int)
     parser.add_argument(
         "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; evaluate: all"
     )
-    parser.add_argument("--block", type=int, default=defaults.drafter.block)
-    parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
     args = parser.parse_args()
-    settings = replace(
-        defaults,
-        corpus=replace(defaults.corpus, conversations=args.conversations),
-        target=replace(
-            defaults.target,
-            seconds=args.target_seconds,
-            adam_rate=defaults.target.adam_rate * args.target_rate,
-            muon_rate=defaults.target.muon_rate * args.target_rate,
-        ),
-        draft_data=replace(defaults.draft_data, seconds=args.data_seconds),
-        drafter=replace(defaults.drafter, seconds=args.drafter_seconds, block=args.block),
-        dspark=replace(
-            defaults.dspark, seconds=args.dspark_seconds, markov_rank=args.markov_rank, body_frozen=not args.tune_body
-        ),
-        eagle3=replace(defaults.eagle3, seconds=args.eagle3_seconds, own_head=args.own_head),
-        workers=args.workers,
-    )
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    settings = replace(settings, corpus=replace(settings.corpus, conversations=args.conversations), pools=args.pools)
     if args.packaged:
         others = ("dspark", "eagle3") if args.stage == "evaluate" else ()
         copy_packaged(args.out, ("target", "drafter", "tokenizer", *others))
-    run = Run(settings, args.work, args.out, args.init, args.init_drafter)
-    run_stages(run, list(STAGES) if args.stage == "all" else [args.stage])
+    tiny = Tiny(scaled(settings, args.scale), args.work, args.out)
+    for name in NEEDS if args.stage == "all" else needed(args.stage):
+        began = time.time()
+        stage: Callable[[], None] = getattr(tiny, name)
+        stage()
+        print(f"{name}: {time.time() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

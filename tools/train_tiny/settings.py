@@ -1,14 +1,13 @@
-"""Every default of the recipe, in one place; the command line reads them from here."""
+"""Every default of the recipe, in one place."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from tools.train_drafter.settings import DataSettings, DrafterSettings, Schedule, ValidationSettings
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>")
-IM_START = 1
-EOS = 2
-PAD = 3
-MASK = 4
+EOS, PAD, MASK = 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,21 @@ class CorpusSettings:
     seed: int = 1
 
 
+_TARGET = Schedule(
+    adam_rate=3e-3, muon_rate=0.02, weight_decay=0.05, warmup=40, decay=0.65, seconds=4300.0, micro_batches=6,
+    check_s=540.0,
+)  # fmt: skip
+_DRAFTER = Schedule(
+    adam_rate=2e-3, muon_rate=0.01, weight_decay=0.05, warmup=30, decay=0.65, seconds=1500.0, micro_batches=4,
+    check_s=300.0,
+)  # fmt: skip
+_DATA = DataSettings(temperatures=((0.0, 0.75), (1.0, 0.25)), max_new=320, top_k=2048)
+"""Three greedy answers for one at temperature 1, which chooses from the whole vocabulary."""
+_VALIDATION = ValidationSettings(prompts=24, max_new=320)
+
+
 @dataclass(frozen=True)
 class TargetSettings:
-    """Shape and training of the target. Rates are the peak; they fall linearly to zero after the plateau."""
-
     vocabulary: int = 2048
     hidden: int = 192
     inner: int = 512
@@ -31,67 +41,22 @@ class TargetSettings:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    seconds: float = 4300.0
-    adam_rate: float = 3e-3
-    muon_rate: float = 0.02
-    weight_decay: float = 0.05
-    warmup_steps: int = 40
-    plateau: float = 0.35
     tokens_per_micro: int = 700
-    micro_batches: int = 6
-    checkpoint_s: float = 540.0
     seed: int = 0
+    schedule: Schedule = _TARGET
 
 
-@dataclass(frozen=True)
-class DraftDataSettings:
-    """Sequences on which the drafter learns. One in `sampled_one_in` continuations is at temperature 1."""
-
-    seconds: float = 240.0
-    batch: int = 96
-    sampled_one_in: int = 4
-    corpus_share: float = 0.25
-    max_tokens: int = 420
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class DrafterSettings:
-    """DFlash, and with a rank of the Markov head DSpark, which starts from the DFlash drafter."""
-
-    markov_rank: int = 0
-    body_frozen: bool = False
-    block: int = 16
-    measured_block: int = 0  # where not 0, the block with which tokens a round are measured
-    layers: int = 2
-    target_layer_ids: tuple[int, ...] = (1, 3, 4)
-    seconds: float = 1500.0
-    steps: int = 0  # the length where seconds is 0
-    adam_rate: float = 2e-3
-    muon_rate: float = 0.01
-    weight_decay: float = 0.05
-    warmup_steps: int = 30
-    plateau: float = 0.35
-    sequences_per_micro: int = 3
-    anchors: int = 16
-    micro_batches: int = 4
-    position_decay: float = 7.0
-    checkpoint_s: float = 300.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Eagle3Settings(DrafterSettings):
-    """EAGLE-3; a block is its steps in training and the token that they start from."""
-
-    inner: int = 128  # small, so that this drafter and DSpark's have less than 3 MB together
-    own_head: bool = False  # one trained from the target's on; else the target's is used
-    block: int = 6
-    measured_block: int = 16
-    layers: int = 1
-    seconds: float = 2150.0
-    anchors: int = 48
-    position_decay: float = 4.5  # 0.8 a step, as in the EAGLE-3 paper's code
+DFLASH = DrafterSettings(
+    block=16, short_block=16, layers=2, taps=(1, 3, 4), tap_dropout=0.0, sequences=3, position_decay=7.0,
+    label_share=1.0, dtype="float16", schedule=_DRAFTER,
+)  # fmt: skip
+DSPARK = replace(DFLASH, kind="dspark", schedule=replace(_DRAFTER, adam_rate=4e-3, seconds=660.0))
+EAGLE3 = replace(
+    # Small, so that this drafter and DSpark's have less than 3 MB together; a decay of 0.8 a step, as in the paper's
+    # code.
+    DFLASH, kind="eagle3", block=6, short_block=6, inner=128, layers=1, anchors=48, position_decay=4.5,
+    schedule=replace(_DRAFTER, seconds=2150.0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,11 +70,11 @@ class EvaluationSettings:
 class Settings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     target: TargetSettings = field(default_factory=TargetSettings)
-    draft_data: DraftDataSettings = field(default_factory=DraftDataSettings)
-    drafter: DrafterSettings = field(default_factory=DrafterSettings)
-    dspark: DrafterSettings = DrafterSettings(
-        markov_rank=16, body_frozen=True, seconds=660.0, adam_rate=4e-3, muon_rate=0.0005
+    data: DataSettings = _DATA
+    pools: int = 12
+    corpus_share: float = 0.25  # of a pool's prompts, as many conversations of the corpus besides
+    drafters: dict[str, DrafterSettings] = field(
+        default_factory=lambda: {"drafter": DFLASH, "dspark": DSPARK, "eagle3": EAGLE3}
     )
-    eagle3: Eagle3Settings = field(default_factory=Eagle3Settings)
+    validation: ValidationSettings = _VALIDATION
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    workers: int = 2

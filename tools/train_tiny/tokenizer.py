@@ -31,12 +31,12 @@ def request_text(request: str, first: bool) -> str:
     return f"{'' if first else chr(10)}<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def read_corpus(path: Path) -> Iterator[tuple[str, str, list[list[str]]]]:
-    """(part, domain, turns) of every conversation."""
+def read_corpus(path: Path) -> Iterator[tuple[str, list[list[str]]]]:
+    """(part, turns) of every conversation."""
     with path.open() as file:
         for line in file:
-            part, domain, turns = json.loads(line)
-            yield part, domain, turns
+            part, _, turns = json.loads(line)
+            yield part, turns
 
 
 def train(corpus: Path, vocabulary: int, folder: Path) -> Tokenizer:
@@ -55,7 +55,7 @@ def train(corpus: Path, vocabulary: int, folder: Path) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    turns = itertools.chain.from_iterable(c[2] for c in itertools.islice(read_corpus(corpus), TRAINED_ON))
+    turns = itertools.chain.from_iterable(turns for _, turns in itertools.islice(read_corpus(corpus), TRAINED_ON))
     tokenizer.train_from_iterator(itertools.chain.from_iterable(turns), trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -75,25 +75,11 @@ def train(corpus: Path, vocabulary: int, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def load(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def prompt_ids(tokenizer: Tokenizer, request: str) -> list[int]:
-    """The ids a chat template gives for one request and the start of its answer."""
-    return tokenizer.encode(request_text(request, first=True), add_special_tokens=False).ids
-
-
-def answer_text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of an answer without its EOS."""
-    return tokenizer.decode(ids[:-1] if ids and ids[-1] == EOS else ids, skip_special_tokens=False)
-
-
 @dataclass(frozen=True)
 class TokenSet:
     """Conversations end to end.
 
-    ids [total] uint16; is_answer [total] bool, True on answers and their EOS; starts, lengths, prompts and domains
+    ids [total] uint16; is_answer [total] bool, True on answers and their EOS; starts, lengths and prompts
     [conversations]; prompts counts the tokens before the first answer.
     """
 
@@ -102,7 +88,6 @@ class TokenSet:
     starts: NDArray[Any]
     lengths: NDArray[Any]
     prompts: NDArray[Any]
-    domains: NDArray[Any]
 
     @staticmethod
     def load(path: Path) -> TokenSet:
@@ -113,54 +98,43 @@ class TokenSet:
         start = int(self.starts[index])
         return self.ids[start : start + int(self.lengths[index])]
 
+    def prompt(self, index: int) -> list[int]:
+        return self.conversation(index)[: int(self.prompts[index])].tolist()
 
-def encode(tokenizer: Tokenizer, conversations: list[tuple[str, list[list[str]]]], domains: list[str]) -> TokenSet:
-    """Token arrays of (domain, turns); every turn's request and answer are encoded apart."""
+
+def encode(tokenizer: Tokenizer, conversations: list[list[list[str]]]) -> TokenSet:
+    """Token arrays of conversations by their turns; every turn's request and answer are encoded apart."""
     texts: list[str] = []
-    for _, turns in conversations:
+    for turns in conversations:
         for index, (request, answer) in enumerate(turns):
             texts += [request_text(request, first=index == 0), answer + SPECIAL_TOKENS[EOS]]
     encoded = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
     ids: list[int] = []
     is_answer: list[bool] = []
     lengths, prompts = [], []
-    for _, turns in conversations:
-        start = len(ids)
-        for index in range(2 * len(turns)):
-            piece = next(encoded).ids
-            if index == 0:
-                prompts.append(len(piece))
+    for turns in conversations:
+        pieces = [next(encoded).ids for _ in range(2 * len(turns))]
+        for index, piece in enumerate(pieces):
             ids += piece
             is_answer += [index % 2 == 1] * len(piece)
-        lengths.append(len(ids) - start)
-    ends = np.cumsum(lengths)
+        prompts.append(len(pieces[0]))
+        lengths.append(sum(map(len, pieces)))
     return TokenSet(
         ids=np.array(ids, np.uint16),
         is_answer=np.array(is_answer),
-        starts=ends - np.array(lengths),
+        starts=np.cumsum(lengths) - np.array(lengths),
         lengths=np.array(lengths),
         prompts=np.array(prompts),
-        domains=np.array([domains.index(domain) for domain, _ in conversations], np.int8),
     )
 
 
-def build(corpus: Path, vocabulary: int, folder: Path, domains: list[str], arrays: dict[str, Path]) -> dict[str, Any]:
+def build(corpus: Path, vocabulary: int, folder: Path, arrays: dict[str, Path]) -> dict[str, Any]:
     """Tokenizer, unless `folder` has one, and token arrays of both parts ("train", "hold"); returns sizes to report."""
-    tokenizer = load(folder) if (folder / "tokenizer.json").exists() else train(corpus, vocabulary, folder)
+    stored = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(stored)) if stored.exists() else train(corpus, vocabulary, folder)
     report: dict[str, Any] = {"vocabulary": tokenizer.get_vocab_size()}
     for part, path in arrays.items():
-        chosen = [(domain, turns) for in_part, domain, turns in read_corpus(corpus) if in_part == part]
-        tokens = encode(tokenizer, chosen, domains)
+        tokens = encode(tokenizer, [turns for in_part, turns in read_corpus(corpus) if in_part == part])
         np.savez(path, **vars(tokens))
-        answers = int(tokens.is_answer.sum())
-        report[part] = {
-            "conversations": len(chosen),
-            "tokens": len(tokens.ids),
-            "answer_tokens": answers,
-            "longest": int(tokens.lengths.max()),
-            "mean_by_domain": {
-                d: round(float(tokens.lengths[tokens.domains == i].mean()), 1) for i, d in enumerate(domains)
-            },
-            "mean_answer": round(answers / len(chosen), 1),
-        }
+        report[part] = {"conversations": len(tokens.lengths), "tokens": len(tokens.ids)}
     return report

@@ -6,18 +6,17 @@ of decoding with a tree follow from the text and the drafts, without a pass over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine
 from ddtree_trt.runtime.tree import DraftTree, descend
-from workbench.ablate.trees import BEAM, HEAP, POLICIES, Policy, without_conditions
+from workbench.ablate.trees import HEAP, POLICIES, Policy, without_conditions
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class KnownText:
 
     token_ids: tuple[int, ...]
     start: int  # number of the prompt's tokens
-    drafts: tuple[Candidates, ...] = ()  # drafts[i] is behind token start + i; () where they are made for each tree
+    drafts: tuple[Candidates, ...]  # drafts[i] is behind token start + i
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,6 @@ class TreeRow:
     candidates: str = "as drafted"  # or its marginals, where the drafter states conditionals
 
 
-DraftBehind = Callable[[KnownText, int], Candidates]  # of a text and the number of a token of it
-
-
 def record(
     engine: Engine, texts: Sequence[tuple[Sequence[int], int]], top_k: int, progress: Progress = no_progress
 ) -> list[KnownText]:
@@ -77,26 +73,6 @@ def record(
     engine.truncate(0, 0)
     progress("record drafts", len(texts), len(texts))
     return found
-
-
-def draft_anew(engine: Engine, plan: TreePlan) -> DraftBehind:
-    """Drafts of a drafter by levels, which expands other nodes for each plan: made where a tree's rounds come to, of
-    which places are asked for from a text's start on, rising. Uses slot 0."""
-    width = plan.width or plan.policy.width
-    k = max(min(plan.nodes, EXPANDED), min(width or 0, plan.nodes))
-    expanded = width or EXPANDED
-    # The nodes of a beam are those of its upper levels.
-    levels = -(-plan.nodes // expanded) if plan.policy is BEAM else plan.nodes
-    length = min(plan.nodes, plan.depth, levels)
-
-    def behind(text: KnownText, place: int) -> Candidates:
-        if place == text.start:
-            engine.truncate(0, 0)
-        _commit(engine, text.token_ids, place)
-        request = DraftRequest(0, text.token_ids[place], k, length, _draws_nothing, expanded, plan.policy.anywhere)
-        return engine.draft([request])[0].candidates
-
-    return behind
 
 
 def _commit(engine: Engine, token_ids: Sequence[int], end: int) -> None:
@@ -128,13 +104,13 @@ class Rounds:
         return {n: flat.count(n) for n in sorted(set(flat))}
 
 
-def replay(texts: Sequence[KnownText], plan: TreePlan, draft_behind: DraftBehind | None = None) -> Rounds:
-    """The rounds that decoding these texts takes with such trees, of recorded drafts unless they are made anew."""
+def replay(texts: Sequence[KnownText], plan: TreePlan) -> Rounds:
+    """The rounds that decoding these texts takes with such trees."""
     lengths, expected = [], list[float]()
     for text in texts:
         place, found = text.start, list[int]()
         while (left := len(text.token_ids) - 1 - place) > 0:
-            tree = plan.grow(draft_behind(text, place) if draft_behind else text.drafts[place - text.start])
+            tree = plan.grow(text.drafts[place - text.start])
             following = iter(text.token_ids[place + 1 :])
             found.append(min(len(descend(tree, lambda node, following=following: next(following, None))), left))  # type: ignore[misc]
             expected.append(1 + float(np.exp(tree.log_weights).sum()))
@@ -146,14 +122,13 @@ def replay(texts: Sequence[KnownText], plan: TreePlan, draft_behind: DraftBehind
 
 @dataclass(frozen=True)
 class Questions:
-    """What replays answer. `redraft`: the engine of a drafter by levels, whose texts have no drafts."""
+    """What replays answer."""
 
     texts: Sequence[KnownText]
     budgets: tuple[int, ...]
     depths: tuple[int, ...]
     length: int  # L, the most tokens of a path
     deepest: int  # where the depth is the question
-    redraft: Engine | None = None
     progress: Progress = no_progress
 
     def policies(self) -> list[TreeRow]:
@@ -168,7 +143,7 @@ class Questions:
     def conditionals(self) -> list[TreeRow]:
         """The heap over both where the drafter states conditionals, and the marginals they are made of."""
         plain = [tuple(without_conditions(draft) for draft in text.drafts) for text in self.texts]
-        if self.redraft or any(draft is None for drafts in plain for draft in drafts):
+        if any(draft is None for drafts in plain for draft in drafts):
             return []
         texts = [replace(t, drafts=drafts) for t, drafts in zip(self.texts, plain, strict=True)]  # type: ignore[arg-type]
         marginals = replace(self, texts=texts)
@@ -183,7 +158,6 @@ class Questions:
         self.progress(f"replay {stage}", self.budgets.index(nodes), len(self.budgets))
         tried = []
         for width in policy.widths(nodes):
-            plan = TreePlan(policy, nodes, depth, width)
-            tried.append((width, replay(self.texts, plan, draft_anew(self.redraft, plan) if self.redraft else None)))
+            tried.append((width, replay(self.texts, TreePlan(policy, nodes, depth, width))))
         width, best = max(tried, key=lambda each: each[1].tau)
         return TreeRow(policy.name, nodes, depth, width, best.tau, best.expected, best.histogram)

@@ -22,7 +22,6 @@ class Policy:
     grow: Grow
     width: int | None = None  # its own; None: no limit
     widths: Callable[[int], tuple[int | None, ...]] = lambda nodes: (None,)  # that are tried; the best counts
-    anywhere: bool = False  # a drafter by levels expands the most probable nodes of all depths
 
 
 def _heap(candidates: Candidates, nodes: int, depth: int, width: int | None) -> DraftTree:
@@ -81,7 +80,7 @@ def _powers(nodes: int) -> tuple[int | None, ...]:
     return tuple(1 << i for i in range(nodes.bit_length()))
 
 
-HEAP = Policy("heap", _heap, anywhere=True)
+HEAP = Policy("heap", _heap)
 EAGLE2 = Policy("eagle2", _eagle2, width=10)
 BEAM = Policy("beam", _beam, width=4, widths=_powers)
 CHAIN = Policy("chain", _chain, width=1)

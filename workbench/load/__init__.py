@@ -34,7 +34,7 @@ from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.load.client import Client, Sent
 from workbench.load.report import Level, LoadResult, Run, draw, figures, text
-from workbench.load.server import started_server
+from workbench.server import started_server
 
 DEFAULT_METHOD, BASELINE = "default", "ar"
 _Send = Callable[[int, float, float], Awaitable[Sent]]  # number of the request, its time, the level's start

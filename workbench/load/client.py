@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import httpx
 
 from ddtree_trt.bench.prompts import BenchPrompt
-from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError, install_with
-
-if TYPE_CHECKING:
-    import httpx
+from ddtree_trt.errors import DDTreeError, UsageError
 
 _TIMEOUT_S = 3600.0  # of one read: requests of an overloaded server wait long for their first token
 _MESSAGE_CHARACTERS = 300
@@ -50,16 +48,10 @@ class Client:
     """A connection pool to one server. Use with `async with`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """`url`: with or without /v1. Raises UsageError where it is none, MissingDependency where httpx is not
-        installed."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingDependency(f"measuring under load needs httpx; {install_with('bench')}") from error
+        """`url`: with or without /v1. Raises UsageError where it is none."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {} if not api_key else {"Authorization": f"Bearer {api_key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._errors = httpx.HTTPError
         try:
             self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, limits=limits)
         except httpx.InvalidURL as error:
@@ -77,61 +69,52 @@ class Client:
             answer = await self._http.get("/v1/models")
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
-        except (self._errors, ValueError, KeyError, IndexError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise DDTreeError(
                 f"no model is served at {self.url}: {error or type(error).__name__}; is it up?"
             ) from error
 
     async def send(self, prompt: BenchPrompt, fields: dict[str, Any], due_s: float, started: float) -> Sent:
         """Send a prompt's opening and read the answer. `started`: time.perf_counter() of the level's start."""
-        path, body = _body(prompt, fields)
+        body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+        if isinstance(prompt.opening, list) and isinstance(prompt.opening[0], dict):
+            path, body["messages"] = "/v1/chat/completions", prompt.opening
+        else:
+            path, body["prompt"] = "/v1/completions", prompt.opening
         marks: dict[str, Any] = {}
         try:
             async with self._http.stream("POST", path, json=body) as answer:
                 if answer.status_code != 200:
-                    return Sent(due_s, error=_refusal(answer.status_code, await answer.aread()))
-                async for event in _events(answer):
-                    _note(event, time.perf_counter() - started, marks)
-        except (self._errors, ValueError) as error:
+                    text = (await answer.aread()).decode("utf-8", "replace")
+                    return Sent(due_s, error=f"HTTP {answer.status_code}: {_message(text)}"[:_MESSAGE_CHARACTERS])
+                async for line in answer.aiter_lines():
+                    if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                        _note(json.loads(data), time.perf_counter() - started, marks)
+        except (httpx.HTTPError, ValueError) as error:
             return Sent(due_s, error=f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS])
         if "error" not in marks and "tokens" not in marks:
             marks["error"] = "the stream ended without usage (stream_options.include_usage)"
         return Sent(due_s, **marks)
 
 
-def _body(prompt: BenchPrompt, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Endpoint and body of a prompt: chats go to the chat endpoint, texts and token ids to the other."""
-    body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
-    if isinstance(prompt.opening, list) and prompt.opening and isinstance(prompt.opening[0], dict):
-        return "/v1/chat/completions", {**body, "messages": prompt.opening}
-    return "/v1/completions", {**body, "prompt": prompt.opening}
-
-
-async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in answer.aiter_lines():
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            yield json.loads(data)
+def _message(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body
 
 
 def _note(event: dict[str, Any], now_s: float, marks: dict[str, Any]) -> None:
     """Add what an event says to the fields of `Sent`."""
-    if (error := event.get("error")) is not None:
-        marks["error"] = str(error.get("message", error) if isinstance(error, dict) else error)[:_MESSAGE_CHARACTERS]
+    if "error" in event:
+        marks["error"] = _message(json.dumps(event))[:_MESSAGE_CHARACTERS]
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
             marks.setdefault("first_s", now_s)
             marks["last_s"] = now_s
     if usage := event.get("usage"):
-        marks["tokens"] = usage["completion_tokens"]
         stats = (event.get("metrics") or {}).get("speculative_decoding") or {}
+        marks["tokens"] = usage["completion_tokens"]
         marks["rounds"] = stats.get("num_spec_steps", 0)
         marks["accepted"] = stats.get("num_accepted_draft_tokens", 0)
-
-
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = body.decode("utf-8", "replace")
-    return f"HTTP {status}: {message}"[:_MESSAGE_CHARACTERS]

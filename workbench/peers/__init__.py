@@ -25,43 +25,38 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.peers.base import Peer, PeerContext
 
-# Name → the value it takes, and the module, which is imported only when it is used.
+# Name → the value it takes, and its class, whose module is imported only when it is used.
 PEERS = {
-    "hf": ("", "hf"),
-    "llama-cpp": ("MODEL.gguf[,DRAFT.gguf]", "llamacpp"),
-    "tensorrt-llm": ("[DIR]", "trtllm"),
-    "openai": ("URL", "server"),
+    "hf": ("", "hf:TransformersPeer"),
+    "llama-cpp": ("MODEL.gguf[,DRAFT.gguf]", "llamacpp:LlamaCppPeer"),
+    "tensorrt-llm": ("[DIR]", "trtllm:TensorRTLLMPeer"),
+    "openai": ("URL", "server:OpenAIPeer"),
 }
 
 
 def open_peer(spec: str, context: PeerContext) -> Peer:
-    """Load a peer by NAME or NAME=VALUE. Raises UsageError, or MissingDependency that says what to install."""
+    """Load a peer by NAME or NAME=VALUE. Raises UsageError, or ModuleNotFoundError for its package."""
     name, _, value = spec.partition("=")
     if name not in PEERS:
         raise UsageError(f"unknown peer {spec!r}; known are {', '.join(PEERS)}")
-    wanted, module = PEERS[name]
+    wanted, (module, _, made) = PEERS[name][0], PEERS[name][1].partition(":")
     if not wanted.startswith("[") and bool(wanted) != bool(value):
         raise UsageError(f"--peer {name} takes {f'{name}={wanted}' if wanted else 'no value'}, not {spec!r}")
-    peer: Peer = import_module(f"workbench.peers.{module}").open_peer(context, value)
+    peer: Peer = getattr(import_module(f"workbench.peers.{module}"), made)(context, value)
     return peer
 
 
 def compare(settings: BenchSettings, specs: Sequence[str], context: dict[str, str | None], output: Path | None) -> None:
     """Measure, and print the tables. `context`: the checkpoint, drafter and assistant that peers load."""
-    with (
-        progress_bars() as progress,
-        closing(Session(Path(settings.engine), settings)) as session,
-        ExitStack() as stack,
-    ):
+    engine, facts = Path(settings.engine), {}
+    with progress_bars() as progress, closing(Session(engine, settings)) as session, ExitStack() as stack:
         runs: dict[str, Run] = engine_runs(session, settings)
-        facts = {}
+        made = PeerContext(engine, session.manifest, session.engine.threads, **context)
         for spec in specs:
-            made = PeerContext(Path(settings.engine), session.manifest, session.engine.threads, **context)
             peer = stack.enter_context(closing(open_peer(spec, made)))
-            name = spec.partition("=")[0]
             facts[spec] = peer.describe()
             for method in peer.methods:
-                if (label := f"{name}:{method}") in runs:
+                if (label := f"{spec.partition('=')[0]}:{method}") in runs:
                     raise UsageError(f"two peers are called {label}; leave one out")
                 runs[label] = partial(peer.run, method)
         result = measure(session, settings, runs, progress)
@@ -80,24 +75,19 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="the target that peers load; default: the engine's preset's")
     parser.add_argument("--drafter", help="the drafter, likewise")
     parser.add_argument("--assistant", help="a small model for assisted generation of transformers")
-    parser.add_argument("--methods", default="", help="of the engine, besides ar and dflash")
-    parser.add_argument("--budgets", default="auto,8")
-    parser.add_argument("--prompts", nargs="+", default=list(BenchSettings.prompts))
+    parser.add_argument("--methods", default=(), type=lambda text: tuple(text.split(",")), help="besides ar and dflash")
+    parser.add_argument("--budgets", default="auto,8", type=_budgets)
+    parser.add_argument("--prompts", nargs="+", default=BenchSettings.prompts)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    settings = BenchSettings(
-        engine=args.engine,
-        methods=tuple(filter(None, args.methods.split(","))),
-        budgets=tuple(size if size == "auto" else int(size) for size in args.budgets.split(",")),
-        prompts=tuple(args.prompts),
-        limit=args.limit,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        threads=args.threads,
-    )
-    context = {name: getattr(args, name) for name in ("checkpoint", "drafter", "assistant")}
-    compare(settings, args.peer, context, args.json)
+    args = vars(parser.parse_args())
+    context = {name: args.pop(name) for name in ("checkpoint", "drafter", "assistant")}
+    specs, output = args.pop("peer"), args.pop("json")
+    compare(BenchSettings(**{**args, "prompts": tuple(args["prompts"])}), specs, context, output)
+
+
+def _budgets(text: str) -> tuple[int | str, ...]:
+    return tuple(size if size == "auto" else int(size) for size in text.split(","))

@@ -11,7 +11,6 @@ from typing import Protocol
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.measure import Outcome, Request
-from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import locate, named_source
 from ddtree_trt.errors import UsageError
@@ -19,7 +18,7 @@ from ddtree_trt.trtllm_export import check_same
 
 
 class Peer(Protocol):
-    """Another implementation. Loaded once; its runs are independent of each other."""
+    """Another implementation, made of a PeerContext and the value after NAME=; its runs are independent."""
 
     methods: Sequence[str]
 
@@ -52,30 +51,19 @@ class PeerContext:
         return "bfloat16" if precision.quantized else precision.dtype
 
     def checkpoints(self) -> tuple[Path, Path]:
-        return find_checkpoints(self.manifest, self.checkpoint, self.drafter)
-
-
-def find_checkpoints(manifest: Manifest, checkpoint: str | None, drafter: str | None) -> tuple[Path, Path]:
-    """The engine's target and drafter: those that are given, else its preset's. Raises UsageError when there are none,
-    or when they are not the ones the engine was built from."""
-    preset, found = PRESETS.get(manifest.name), []
-    for option, given, source, identity in (
-        ("--checkpoint", checkpoint, preset.target if preset else None, manifest.target),
-        ("--drafter", drafter, preset.drafter if preset else None, manifest.drafter),
-    ):
-        wanted = source if given is None else named_source(given)
-        if wanted is None:
-            raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} PATH")
-        found.append(locate(wanted, option).path)
-        check_same(found[-1], identity, option)
-    return found[0], found[1]
-
-
-def pretrained(path: Path) -> dict[str, str]:
-    """What transformers' `from_pretrained` is given to load a checkpoint."""
-    if is_gguf(path):
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path)}
+        """The engine's target and drafter: those that are given, else its preset's. Raises UsageError when there are
+        none, or when they are not the ones the engine was built from."""
+        preset, found = PRESETS.get(self.manifest.name), []
+        for option, given, source, identity in (
+            ("--checkpoint", self.checkpoint, preset.target if preset else None, self.manifest.target),
+            ("--drafter", self.drafter, preset.drafter if preset else None, self.manifest.drafter),
+        ):
+            wanted = source if given is None else named_source(given)
+            if wanted is None:
+                raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} PATH")
+            found.append(locate(wanted, option).path)
+            check_same(found[-1], identity, option)
+        return found[0], found[1]
 
 
 class TokenClock:
@@ -97,13 +85,12 @@ class TokenClock:
         self, token_ids: Sequence[int] | None, *, output_tokens: int | None = None, text: str | None = None
     ) -> Outcome:
         """The outcome of the request; `output_tokens` replaces the count where the steps' tokens are not known."""
-        counts = [tokens for _, tokens in self._steps]
-        first, last = (self._steps[0][0], self._steps[-1][0]) if self._steps else (self._start, self._start)
+        counts, times = [tokens for _, tokens in self._steps], [at for at, _ in self._steps] or [self._start]
         counted = output_tokens is None
         return Outcome(
             output_tokens=sum(counts) if output_tokens is None else output_tokens,
-            first_token_s=first - self._start,
-            decode_s=last - first,
+            first_token_s=times[0] - self._start,
+            decode_s=times[-1] - times[0],
             first_tokens=counts[0] if counted and counts else 1,
             token_ids=None if token_ids is None else tuple(token_ids),
             text=text,

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
 from ddtree_trt.bench.measure import Outcome, Request
-from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError, install_with
-from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.peers.base import PeerContext, TokenClock
 
-PEER = "llama-cpp"
-DRAFT_TOKENS = 4
-"""Tokens that the draft model proposes a round: on processors, where a batch is not free, short drafts pay best."""
-BUFFER = 32
-"""Bytes of a token's text from which llama-cpp-python returns none."""
-COMPARED_TOKENS = 2000
-"""Tokens, evenly over the vocabulary, whose text must be the engine's."""
+DRAFT_TOKENS = 4  # of a round: on processors, where a batch is not free, short drafts pay best
 
 
 class _Drafter:
@@ -46,80 +39,58 @@ class LlamaCppPeer:
     """
 
     def __init__(self, context: PeerContext, value: str) -> None:
-        model, draft = _files(value)
-        self._library = _library()
-        self._context = context
-        self._open = ExitStack()
-        try:
-            self._plain = self._load(model)
-            self._check(self._plain, model, same_model=True)
-            name = self._type_of(self._plain)
-            self._models: dict[str, Any] = {name: self._plain}
-            self._drafter: _Drafter | None = None
-            if draft is not None:
-                self._drafter = _Drafter(self._load(draft))
-                self._check(self._drafter.model, draft, same_model=False)
-                self._models[f"{name}-draft"] = self._load(model, self._drafter)
-        except BaseException:
-            self.close()
-            raise
+        """`value`: MODEL.gguf or MODEL.gguf,DRAFT.gguf."""
+        paths = [Path(name) for name in value.split(",")]
+        if len(paths) > 2:
+            raise UsageError(f"--peer llama-cpp takes MODEL.gguf or MODEL.gguf,DRAFT.gguf, not {value!r}")
+        for path in paths:
+            if not path.is_file():
+                raise UsageError(f"--peer llama-cpp: {str(path)!r} is no file; give a GGUF file of the engine's target")
+        self._context, self._drafter = context, None
+        with ExitStack() as opened:
+            plain = self._load(opened, paths[0])
+            dims = context.manifest.target_dims
+            if (found := llama_cpp.llama_model_n_layer(plain.model), plain.n_embd()) != (
+                expected := (dims.num_layers, dims.hidden_size)
+            ):
+                raise UsageError(
+                    f"--peer llama-cpp: {paths[0]} has layers and width {found}, the engine's target {expected}; give "
+                    "the GGUF file of the same model"
+                )
+            self._models = {_type_of(plain): plain}
+            if len(paths) == 2:
+                self._drafter = _Drafter(self._load(opened, paths[1]))
+                self._models[f"{_type_of(plain)}-draft"] = self._load(opened, paths[0], self._drafter)
+            self._open = opened.pop_all()
         self.methods = list(self._models)
 
-    def _load(self, path: Path, drafter: Any = None) -> Any:
-        context = self._context
+    def _load(self, opened: ExitStack, path: Path, drafter: Any = None) -> Any:
+        manifest, threads = self._context.manifest, self._context.threads
         try:
-            model = self._library.Llama(
+            model = llama_cpp.Llama(
                 str(path),
-                n_ctx=context.manifest.limits.max_seq_len + DRAFT_TOKENS,
-                n_threads=context.threads,
-                n_threads_batch=context.threads,
-                n_gpu_layers=0 if context.manifest.backend == "onnxruntime" else -1,
+                n_ctx=manifest.limits.max_seq_len + DRAFT_TOKENS,
+                n_threads=threads,
+                n_threads_batch=threads,
+                n_gpu_layers=0 if manifest.backend == "onnxruntime" else -1,
                 draft_model=drafter,
                 verbose=False,
             )
         except (ValueError, RuntimeError) as error:
             raise DDTreeError(f"llama.cpp cannot load {path}: {error}; is it a whole GGUF file of a model?") from error
-        return self._open.enter_context(closing(model))
-
-    def _check(self, model: Any, path: Path, *, same_model: bool) -> None:
-        """Raises UsageError where the file is of another model or has another vocabulary than the engine."""
-        dims, codec = self._context.manifest.target_dims, TextCodec(self._context.engine, {})
-        layers = self._library.llama_model_n_layer(model.model)
-        found = (layers, model.n_embd())
-        if same_model and found != (dims.num_layers, dims.hidden_size):
+        opened.enter_context(closing(model))
+        if (found := model.n_vocab()) != (expected := manifest.target_dims.vocab_size):
             raise UsageError(
-                f"--peer {PEER}: {path} has {found[0]} layers of width {found[1]}, the engine's target "
-                f"{dims.num_layers} of {dims.hidden_size}; give the GGUF file of the same model"
+                f"--peer llama-cpp: {path} has a vocabulary of {found} tokens, the engine {expected}; give a file with "
+                "the same tokenizer"
             )
-        if model.n_vocab() != dims.vocab_size:
-            raise UsageError(
-                f"--peer {PEER}: {path} has a vocabulary of {model.n_vocab()} tokens, the engine {dims.vocab_size}; "
-                "give a file with the same tokenizer"
-            )
-        for token in range(0, dims.vocab_size, max(1, dims.vocab_size // COMPARED_TOKENS)):
-            ours = codec.decode([token], skip_special_tokens=False)
-            theirs = model.detokenize([token], special=True).decode(errors="replace")
-            if len(ours.encode()) < BUFFER and ours.strip() != theirs.strip():
-                raise UsageError(
-                    f"--peer {PEER}: token {token} is {theirs!r} in {path} and {ours!r} in the engine; give a file "
-                    "with the same tokenizer"
-                )
-
-    def _type_of(self, model: Any) -> str:
-        """The file's type by llama.cpp's name, such as Q8_0."""
-        number = model.metadata.get("general.file_type")
-        prefixes = ("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_")
-        for prefix in prefixes:
-            for name in dir(self._library):
-                if name.startswith(prefix) and str(getattr(self._library, name)) == number:
-                    return name.removeprefix(prefix)
-        return "model"
+        return model
 
     def describe(self) -> dict[str, str]:
-        features = self._library.llama_print_system_info().decode()
+        features = llama_cpp.llama_print_system_info().decode()
         return {
-            "llama-cpp-python": self._library.__version__,
-            "threads": str(self._plain.n_threads),
+            "llama-cpp-python": llama_cpp.__version__,
+            "threads": str(self._models[self.methods[0]].n_threads),
             "features": " ".join(part.strip() for part in features.split("|") if "= 1" in part),
             **({"draft tokens": str(DRAFT_TOKENS)} if self._drafter else {}),
         }
@@ -152,24 +123,11 @@ class LlamaCppPeer:
         self._open.close()
 
 
-def _files(value: str) -> tuple[Path, Path | None]:
-    """The model and the draft model of MODEL.gguf or MODEL.gguf,DRAFT.gguf."""
-    names = value.split(",")
-    if len(names) > 2 or not all(names):
-        raise UsageError(f"--peer {PEER} takes MODEL.gguf or MODEL.gguf,DRAFT.gguf, not {value!r}")
-    paths = [Path(name) for name in names]
-    for path in paths:
-        if not path.is_file():
-            raise UsageError(f"--peer {PEER}: {path} is no file; give a GGUF file of the engine's target")
-    return paths[0], paths[1] if len(paths) == 2 else None
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("llama_cpp")
-    except (ImportError, OSError, RuntimeError) as error:  # the last two: the shared library does not load
-        raise MissingDependency(f"--peer {PEER} needs llama-cpp-python ({error}); {install_with('peers')}") from error
-
-
-def open_peer(context: PeerContext, value: str) -> LlamaCppPeer:
-    return LlamaCppPeer(context, value)
+def _type_of(model: Any) -> str:
+    """The file's type by llama.cpp's name, such as Q8_0."""
+    number = model.metadata.get("general.file_type")
+    for prefix in ("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"):
+        for name, value in vars(llama_cpp).items():
+            if name.startswith(prefix) and str(value) == number:
+                return name.removeprefix(prefix)
+    return "model"

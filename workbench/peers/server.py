@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import openai
+
 from ddtree_trt.bench.measure import Outcome, Request
-from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
+from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.peers.base import PeerContext, TokenClock
 
 
@@ -18,16 +20,11 @@ class OpenAIPeer:
     it keeps prompts in a cache is its own setting: it changes the time to the first token, not the decode speed.
     """
 
-    def __init__(self, url: str) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise MissingDependency("--peer openai needs the openai package; run: pip install openai") from error
+    def __init__(self, context: PeerContext, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UsageError(f"--peer openai takes a URL such as http://localhost:8000/v1, not {url!r}")
         self._url = url if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
-        self._errors = openai.OpenAIError
         self._client = openai.OpenAI(base_url=self._url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
         try:
             self._model = self._client.models.list().data[0].id
@@ -57,7 +54,7 @@ class OpenAIPeer:
                     text += part.choices[0].text
                 if part.usage is not None:
                     tokens = part.usage.completion_tokens
-        except self._errors as error:
+        except openai.OpenAIError as error:
             raise DDTreeError(f"{self._url} refused a request: {error}") from error
         if tokens is None:
             raise DDTreeError(f"{self._url} streams no usage (stream_options.include_usage): tokens cannot be counted")
@@ -65,7 +62,3 @@ class OpenAIPeer:
 
     def close(self) -> None:
         self._client.close()
-
-
-def open_peer(context: PeerContext, value: str) -> OpenAIPeer:
-    return OpenAIPeer(value)

@@ -2,7 +2,7 @@
 //
 // The counter (position << 24) + token of SplitMix64 (Steele, Lea, Flood 2014) gives 64 bits, the upper 63 of them a
 // float32 `uniform` in (0, 1), and that a Gumbel variable -log(-log(1 - uniform)). It falls as the bits rise, and is
-// most exact where it is largest. The device computes the same in ddtree_trt/runtime/engines/torch/noise.py.
+// most exact where it is largest. The device computes the same in ddtree_trt/runtime/engines/torch/device_round.py.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,8 @@
 """Hugging Face's config.json, converted once into our own frozen records.
 
-What the graphs cannot express is refused here by its name; no other module reads the foreign format.
+What the graphs cannot express is refused here by its name; no other module reads the foreign format. Rotary embedding
+is published in two spellings: transformers 5 has base and scaling in `rope_parameters`, older versions have
+`rope_theta` beside an object `rope_scaling`, whose type is `rope_type` or, older still, `type`.
 """
 
 from __future__ import annotations
@@ -9,17 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from ddtree_trt.build.checkpoint.config_fields import refuse_unknown_fields
-from ddtree_trt.build.checkpoint.dialect import LANGUAGE_MODEL, Dialect, architectures, dialect_of
+from ddtree_trt.build.checkpoint.dialect import LANGUAGE_MODEL, Dialect, architectures, dialect_of, refuse_unknown
 from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
-from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.experts import Experts, expert_contradiction
 from ddtree_trt.models.families import EXPERT_NAMES, FAMILIES, QWEN3, Family, titles
-from ddtree_trt.reading import Between, Fields, Source, read_object, read_value, shown
+from ddtree_trt.models.rope_scaling import (
+    FACTOR,
+    ROPE_BASE,
+    SCALINGS,
+    RopeScaling,
+    contradiction,
+    scaling_fields,
+    yarn_attention_factor,
+)
+from ddtree_trt.reading import Between, Fields, Source, read_object, read_record, read_value, shown
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -29,6 +38,13 @@ _MASK_EMBEDDING = "mask_embedding.pt"  # of some drafters, in place of the mask 
 _HEAD_DIM_MULTIPLE = 16
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the second is transformers' name for the first
 
+_ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+_ROPE_TYPES = ("rope_type", "type")
+_ROPE_POSITIONS = "original_max_position_embeddings"
+_MSCALE = ("mscale", "mscale_all_dim")  # a YaRN scaling may give these instead of its attention factor
+_ROPE_OPTIONAL = (_ROPE_POSITIONS, "beta_fast", "beta_slow", "truncate", "attention_factor")
+_ROPE_KNOWN = {**dict.fromkeys(_ROPE_TYPES, ("default", *SCALINGS)), "partial_rotary_factor": (1,), "rope_theta": None}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -37,7 +53,7 @@ class ModelConfig:
     dims: TransformerDims  # of the record that the kind of drafter has
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]
-    quantization: Quantization | None
+    quantization: Quantization | None = None
     dialect: Dialect = LANGUAGE_MODEL
 
 
@@ -45,13 +61,19 @@ def read_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json of a target or drafter. Raises CheckpointError."""
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint at {directory}: there is no such directory")
-    fields = Fields(_read_json(directory / CONFIG), _source(directory / CONFIG))
+    if not (directory / CONFIG).is_file():
+        found = sorted(p.name for p in directory.glob(f"*{GGUF}"))
+        hint = f"found {found[0]}: give the file itself" if found else "is this a Hugging Face checkpoint?"
+        raise CheckpointError(f"{directory} has no {CONFIG}; {hint}")
+    fields = _read(directory / CONFIG)
     dialect = dialect_of(fields)
-    _refuse_mask_embedding(directory)
+    if (directory / _MASK_EMBEDDING).is_file():
+        problem = f"{directory} has {_MASK_EMBEDDING}, an embedding of the mask, which is not implemented"
+        raise CheckpointError(f"{problem}; use a drafter without one")
     decoder = dialect.decoder_fields(fields)
     family = _family(decoder, architectures(fields), dialect)
-    refuse_unknown_fields(fields, family, dialect)
-    quantization = read_quantization(directory, fields.data)
+    dialect.refuse_unknown(fields, family)
+    quantization = read_quantization(directory, fields)
     dims = dialect.read_dims(fields, transformer_dims(decoder, family), family)
     if quantization and dims.experts:
         raise fields.source.fault("its experts are quantised, which is not implemented; use the model before that")
@@ -64,24 +86,9 @@ def read_config(directory: Path) -> ModelConfig:
     )
 
 
-def _refuse_mask_embedding(directory: Path) -> None:
-    if (directory / _MASK_EMBEDDING).is_file():
-        raise CheckpointError(
-            f"{directory} has {_MASK_EMBEDDING}, an embedding of the mask, which is not implemented; "
-            "use a drafter without one"
-        )
-
-
-def _source(path: Path) -> Source:
-    return Source(str(path), CheckpointError, "use a checkpoint as it was published, or fetch it again")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        found = sorted(p.name for p in path.parent.glob(f"*{GGUF}"))
-        hint = f"found {found[0]}: give the file itself" if found else "is this a Hugging Face checkpoint?"
-        raise CheckpointError(f"{path.parent} has no {path.name}; {hint}")
-    return read_object(path, _source(path))
+def _read(path: Path) -> Fields:
+    source = Source(str(path), CheckpointError, "use a checkpoint as it was published, or fetch it again")
+    return Fields(read_object(path, source) if path.is_file() else {}, source)
 
 
 def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
@@ -93,15 +100,11 @@ def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
     family = FAMILIES.get(model_type)
     mixed = "moe" in model_type or any(decoder.data.get(name) for name in _EXPERT_COUNTS)
     if mixed and (family is None or not family.experts):
-        kinds = titles("and")
-        raise decoder.fault(
-            "model_type", f"is {shown(model_type)}: its mixture of experts is not supported, {kinds} models are"
-        )
+        problem = f"its mixture of experts is not supported, {titles('and')} models are"
+        raise decoder.fault("model_type", f"is {shown(model_type)}: {problem}")
     if family is None:
-        types = ", ".join(map(repr, FAMILIES))
-        raise decoder.fault(
-            "model_type", f"is {shown(model_type)}, only {titles('and')} models ({types}) are supported"
-        )
+        known = f"only {titles('and')} models ({', '.join(map(repr, FAMILIES))}) are supported"
+        raise decoder.fault("model_type", f"is {shown(model_type)}, {known}")
     wanted = dialect.architectures or (family.architecture,)
     if other := [name for name in classes if name not in wanted and not dialect.decoder]:
         offered = f"of {dialect.title} {' and '.join(wanted)} is"
@@ -114,7 +117,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     defaults = dict(family.defaults)
     if "num_key_value_heads" in fields.data:
         defaults.setdefault("num_key_value_heads", None)  # null means one per query head
-    if (theta := read_theta(fields)) is not None:
+    if (theta := _rope_theta(fields)) is not None:
         defaults["rope_theta"] = theta
     kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
     for field, name in family.names.items():
@@ -130,10 +133,13 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
     if size % _HEAD_DIM_MULTIPLE:
         raise fields.fault("head_dim", f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
-    scaling = read_scaling(fields, sizes["rope_theta"], sizes["max_positions"])
-    sizes["max_positions"] = positions = positions_with(scaling, sizes["max_positions"])
-    if positions not in bounds.POSITIONS:
-        raise fields.source.fault(f"its rotary scaling is made for {positions} positions, more than are supported")
+    scaling = _rope_scaling(fields, sizes["rope_theta"], sizes["max_positions"])
+    if scaling is not None and scaling.rope_type == "yarn":
+        # Often left as it was where YaRN is switched on, which is made for `factor` times the positions of training.
+        scaled = int(scaling.factor * scaling.original_max_position_embeddings)
+        sizes["max_positions"] = max(sizes["max_positions"], scaled)
+        if scaled > bounds.POSITIONS.highest:
+            raise fields.source.fault(f"its rotary scaling is made for {scaled} positions, more than are supported")
     return TransformerDims(
         **sizes, **family.switches, rope_scaling=scaling, experts=_experts(fields, family) if family.experts else None
     )
@@ -158,16 +164,63 @@ def _experts(fields: Fields, family: Family) -> Experts:
 def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """End-of-text tokens: generation_config.json's where it names any, as in transformers, else config.json's. Both are
     checked."""
-    path = directory / GENERATION_CONFIG
-    generation = Fields(_read_json(path) if path.is_file() else {}, _source(path))
     token, found = Annotated[int, Between(0, vocab_size - 1)], []
-    for each in (generation, fields):
+    for each in (_read(directory / GENERATION_CONFIG), fields):
         if each.has("eos_token_id"):
             given = each.data["eos_token_id"]
             ids = given if isinstance(given, list) else [given]
             found.append(tuple(dict.fromkeys(read_value(token, i, each.source, "eos_token_id") for i in ids)))
             if len(found[-1]) == vocab_size:
-                raise each.fault(
-                    "eos_token_id", f"names the whole vocabulary of {vocab_size}: no text could be written"
-                )
+                problem = f"names the whole vocabulary of {vocab_size}: no text could be written"
+                raise each.fault("eos_token_id", problem)
     return found[0] if found else ()
+
+
+# Rotary embedding
+
+
+def _rope_theta(fields: Fields) -> float | None:
+    """The base; None where nothing states it."""
+    places = (*map(fields.section, _ROPE_SECTIONS), fields)
+    found = {p.place("rope_theta"): p.number("rope_theta", ROPE_BASE) for p in places if p.has("rope_theta")}
+    if len(set(found.values())) > 1:
+        values = " and ".join(f"{name} {value:g}" for name, value in found.items())
+        raise fields.source.fault(f"there are two values, {values}: which is it?")
+    return next(iter(found.values()), None)
+
+
+def _rope_scaling(fields: Fields, theta: float, max_positions: int) -> RopeScaling | None:
+    """The scaling; None for plain rotary embedding. Raises the fields' error for a type or a field that is not
+    implemented, and for values that contradict each other."""
+    sections = [section for name in _ROPE_SECTIONS if (section := fields.section(name)).data]
+    found = [_scaling_of(section, max_positions) for section in sections]
+    if len(set(found)) > 1:
+        raise fields.source.fault(f"{' and '.join(_ROPE_SECTIONS)} state different scalings: which is it?")
+    scaling = next(iter(found), None)
+    if problem := contradiction(theta, scaling):
+        raise sections[0].source.fault(f"{sections[0].path}: {problem}")
+    return scaling
+
+
+def _scaling_of(section: Fields, max_positions: int) -> RopeScaling | None:
+    """One object's scaling."""
+    refuse_unknown(section, {**dict.fromkeys(section.data), **_ROPE_KNOWN})  # the type first: it says more
+    types = {name: section.text(name) for name in _ROPE_TYPES if section.has(name)}
+    if len(set(types.values())) > 1:
+        raise section.fault("type", f"is {shown(types['type'])}, rope_type {shown(types['rope_type'])}: which is it?")
+    kind: Any = next(iter(types.values()), "default")
+    if kind == "default":
+        refuse_unknown(section, {**_ROPE_KNOWN, "factor": (1,)})
+        return None
+    used = scaling_fields(kind)
+    also = _MSCALE if kind == "yarn" else ()
+    refuse_unknown(section, {**_ROPE_KNOWN, **dict.fromkeys((*used, *also))})
+    given: dict[str, Any] = {name: section.data[name] for name in used if section.has(name)}
+    if missing := [name for name in used if name not in given and name not in _ROPE_OPTIONAL]:
+        raise section.source.fault(f"{section.path} has no {missing[0]}")
+    if _ROPE_POSITIONS in used:
+        given.setdefault(_ROPE_POSITIONS, max_positions)
+    if kind == "yarn" and "attention_factor" not in given:
+        scales = (section.optional(name, Annotated[float, Between(0, 1e3)]) for name in _MSCALE)
+        given["attention_factor"] = yarn_attention_factor(section.number("factor", FACTOR), *scales)
+    return read_record(RopeScaling, {"rope_type": kind, **given}, section.source, section.path)

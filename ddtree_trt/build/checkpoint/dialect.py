@@ -1,36 +1,96 @@
-"""Dialects of config.json: how publishers write it and name tensors, and which of them a file is.
+"""Dialects of config.json: how publishers write it and name tensors, which of them a file is, and its known fields.
 
 Every dialect is read into the same records (`models/`, `drafters/`). Those of drafters are in the packages of their
-kinds; no other room knows a foreign field of a drafter.
+kinds; no other room knows a foreign field of a drafter. A field that is not known is refused by its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from ddtree_trt.build.checkpoint.layer_types import refuse_windows
 from ddtree_trt.drafters.registry import KINDS
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.families import FAMILIES, Family
-from ddtree_trt.reading import Fields, shown
+from ddtree_trt.errors import DDTreeError
+from ddtree_trt.models.decoder import LAYERS, TransformerDims
+from ddtree_trt.models.families import CONFIG_NAMES, EXPERT_NAMES, FAMILIES, Family
+from ddtree_trt.reading import Between, Fields, shown
 
 # The library `speculators` writes the drafter's type, and its decoder in an object of its own.
 SPECULATORS_TYPE, SPECULATORS_DECODER = "speculators_model_type", "transformer_layer_config"
+LONGEST_WINDOW = 1 << 30
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
+# Field → the values that change nothing; None: it is read, or no number of the model depends on it. A field that is
+# null is not set.
+Known = Mapping[str, tuple[Any, ...] | None]
 # (config.json, dimensions of the decoder that it states, the decoder's family) → dimensions of the network.
 ReadDims = Callable[[Fields, TransformerDims, Family], TransformerDims]
 # (dimensions as config.json has them, names of the stored tensors) → the dimensions of these tensors.
 Settle = Callable[[Any, Collection[str]], TransformerDims]
 
 
-@dataclass(frozen=True)
-class Known:
-    """The fields of one object that are known; every other one is refused by its name."""
+def words(text: str) -> dict[str, None]:
+    """Fields of any value, by their names separated by spaces."""
+    return dict.fromkeys(text.split())
 
-    read: frozenset[str] = frozenset()  # read, or no number of the model depends on them
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # field → the values that change nothing
+
+def known(*tables: Known) -> Known:
+    """The fields of all tables; one that may have any value in one of them may have it."""
+    every = {name: values for table in tables for name, values in table.items()}
+    return every | {name: None for table in tables for name, values in table.items() if values is None}
+
+
+_BOOKKEEPING = words(
+    """_name_or_path name_or_path _commit_hash attn_implementation _flash_attn_2_enabled
+    _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    _experts_implementation router_aux_loss_coef
+    auto_map transformers_version transformers_weights torch_dtype dtype model_name
+    unsloth_fixed unsloth_version is_llama_config transformers.js_config pretraining_tp use_cache use_bfloat16
+    initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout
+    bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
+    tokenizer_class model_max_length prefix num_labels id2label label2id problem_type finetuning_task
+    task_specific_params
+    return_dict return_dict_in_generate output_scores output_attentions output_hidden_states torchscript tf_legacy_loss
+    chunk_size_feed_forward gradient_checkpointing use_return_dict keys_to_ignore_at_inference
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"""
+)
+# Of a decoder: those that are read, bookkeeping, and those of which only some values are implemented. Names of the
+# families' configurations in transformers, and of their base class through all versions.
+_DECODER: Known = {
+    **_BOOKKEEPING,
+    **dict.fromkeys(CONFIG_NAMES.values()),
+    **words("architectures model_type rope_parameters rope_scaling tie_word_embeddings eos_token_id layer_types"),
+    **words("use_sliding_window sliding_window max_window_layers quantization_config"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "pruned_heads": ({},),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "cross_attention_hidden_size": (),
+    "attention_sink_bias": (False,),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    "output_multiplier": (1,),
+    "logit_scale": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "mlp_only_layers": ([],),
+    "output_router_logits": (False,),
+    "norm_topk_prob": (False,),
+    "use_mrope": (False,),
+}
+_EXPERTS = dict.fromkeys(("num_local_experts", *EXPERT_NAMES.values()))
 
 
 @dataclass(frozen=True)
@@ -62,6 +122,41 @@ class Dialect:
         """The object that states the decoder."""
         return fields.section(self.decoder) if self.decoder else fields
 
+    def refuse_unknown(self, fields: Fields, family: Family) -> None:
+        """Raises the fields' error for the first field of a config.json, whose decoder is of this family, that is not
+        implemented."""
+        decoder = known(_DECODER, dict.fromkeys(family.names.values()), _EXPERTS if family.experts else {})
+        decoder = known(decoder, family.neutral)
+        for name, section in self.sections.items():
+            refuse_unknown(fields.section(name), known(decoder, section) if name == self.decoder else section)
+        refuse_unknown(fields, known(_BOOKKEEPING if self.decoder else decoder, self.fields))
+
+
+def refuse_unknown(fields: Fields, table: Known) -> None:
+    """Raises the fields' error for the first entry of one object that the table does not have, or not with its
+    value."""
+    # Known fields first, in the table's order: their messages say more than those for unknown ones.
+    for name, values in table.items():
+        if values is not None and fields.has(name) and not any(_same(fields.data[name], v) for v in values):
+            implemented = " or ".join(str(v).lower() if isinstance(v, bool) else repr(v) for v in values) or "null"
+            raise _not_implemented(fields, name, f"only {implemented} is")
+    for name in sorted(name for name in fields.data if fields.has(name) and name not in table):
+        raise _not_implemented(fields, name, "if no number of the model depends on it, remove it from the file")
+
+
+def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
+    """The error for a field; `hint` replaces the source's advice, since the file may be as it was published."""
+    hinted = replace(fields, source=replace(fields.source, advice=hint))
+    return hinted.fault(name, f"is {shown(fields.data[name])}, which is not implemented")
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equal as JSON: true is not 1, 1.0 is."""
+    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+
+
+# Which dialect a file is
+
 
 def _language_model_dims(fields: Fields, dims: TransformerDims, family: Family) -> TransformerDims:
     refuse_windows(fields, family, dims.num_layers)
@@ -71,7 +166,7 @@ def _language_model_dims(fields: Fields, dims: TransformerDims, family: Family) 
 # Targets, and drafters that are one.
 LANGUAGE_MODEL = Dialect(
     title="other checkpoints",
-    fields=Known(neutral={"is_causal": (True,), "is_decoder": (True, False)}),
+    fields={"is_causal": (True,), "is_decoder": (True, False)},
     read_dims=_language_model_dims,
 )
 
@@ -90,25 +185,21 @@ def architectures(fields: Fields) -> list[str]:
 
 def dialect_of(fields: Fields) -> Dialect:
     """By the type of speculators' layout, else by the class, else by the mark. What is none of these is a language
-    model, whose allow-list refuses every other drafter's fields."""
+    model, whose known fields are no other drafter's."""
+    dialects = list(_dialects())
     if fields.has(SPECULATORS_TYPE) or fields.has(SPECULATORS_DECODER):
-        types = {dialect.speculators: dialect for dialect in _dialects() if dialect.speculators}
+        types = {dialect.speculators: dialect for dialect in dialects if dialect.speculators}
         if (kind := fields.text(SPECULATORS_TYPE)) not in types:
             problem = f"is {shown(kind)}, which is not implemented; {' and '.join(types)} are"
             raise fields.fault(SPECULATORS_TYPE, problem)
         return types[kind]
-    decoders = {family.architecture for family in FAMILIES.values()}
-    named = {name for name in architectures(fields) if name not in decoders}
-    ways: tuple[Callable[[Dialect], bool], ...] = (
-        lambda dialect: not named.isdisjoint(dialect.architectures),
-        lambda dialect: bool(dialect.mark) and fields.has(dialect.mark),
-    )
-    return next((dialect for way in ways for dialect in _dialects() if way(dialect)), LANGUAGE_MODEL)
+    named = set(architectures(fields)) - {family.architecture for family in FAMILIES.values()}
+    by_class = [dialect for dialect in dialects if not named.isdisjoint(dialect.architectures)]
+    by_mark = [dialect for dialect in dialects if dialect.mark and fields.has(dialect.mark)]
+    return next(iter((*by_class, *by_mark, LANGUAGE_MODEL)))
 
 
-def words(text: str) -> frozenset[str]:
-    """Names that are separated by spaces."""
-    return frozenset(text.split())
+# What several dialects state
 
 
 def stated(name: str, kind: Any, *places: Fields) -> Any:
@@ -117,9 +208,8 @@ def stated(name: str, kind: Any, *places: Fields) -> Any:
     found = [(place, place.value(name, kind)) for place in places if place.has(name)]
     for place, value in found[1:]:
         if value != found[0][1]:
-            first, *_ = found
-            problem = f"is {shown(first[1])}, but {shown(value)} in {place.path or 'the file'}: which is it?"
-            raise first[0].fault(name, problem)
+            problem = f"is {shown(found[0][1])}, but {shown(value)} in {place.path or 'the file'}: which is it?"
+            raise found[0][0].fault(name, problem)
     return found[0][1] if found else None
 
 
@@ -127,3 +217,33 @@ def required(name: str, kind: Any, *places: Fields) -> Any:
     """`stated` of a field that must be there."""
     value = stated(name, kind, *places)
     return places[0].value(name, kind) if value is None else value
+
+
+def sliding_layers(fields: Fields, family: Family, layers: int) -> list[bool]:
+    """Per layer whether it sees a window of the sequence only: as listed, or as transformers derives it where nothing
+    is listed."""
+    switched = family.windowed or fields.flag("use_sliding_window", False)
+    # Configurations without a window may write 0 for none.
+    within = Between(1 if switched else 0, LONGEST_WINDOW)
+    no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
+    first = fields.integer("max_window_layers", Between(0, LAYERS.highest), 28)
+    kinds = fields.optional("layer_types", list[str])
+    if kinds is None:
+        return [switched and not no_window and (family.windowed or i >= first) for i in range(layers)]
+    if len(kinds) != layers:
+        raise fields.fault("layer_types", f"has {len(kinds)} entries for num_hidden_layers {layers}")
+    if other := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+        problem = f"is {shown(other[0])}, which is not implemented; {_FULL!r} and {_SLIDING!r} are"
+        raise fields.fault("layer_types", problem)
+    return [kind == _SLIDING or (family.windowed and not no_window) for kind in kinds]
+
+
+def refuse_windows(fields: Fields, family: Family, layers: int) -> None:
+    """Raises the fields' error where a layer of a language model has a window."""
+    if not any(sliding_layers(fields, family, layers)):
+        return
+    if _SLIDING in (fields.data.get("layer_types") or ()):
+        raise fields.fault("layer_types", f"is {_SLIDING!r}, which is not implemented: every layer must be {_FULL!r}")
+    switch = "sliding_window" if family.windowed else "use_sliding_window"
+    found = f"is {shown(fields.data[switch])}" if fields.has(switch) else "is left out, which means a window"
+    raise fields.fault(switch, f"{found}: layers with {_SLIDING!r} are not implemented")

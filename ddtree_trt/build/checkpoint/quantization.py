@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Between, Fields, Source, read_object, shown
@@ -32,7 +32,6 @@ from ddtree_trt.reading import Between, Fields, Source, read_object, shown
 MODELOPT_CONFIG = "hf_quant_config.json"  # what ModelOpt writes beside the weights
 _DEFAULT_GROUP = 128  # of ModelOpt's recipes, for an estimate where config.json does not say
 _GROUP = Between(1, 1 << 20)
-_UNQUANTISED = "use the checkpoint before quantisation"
 
 Values = Literal["float8_e4m3fn", "int8", "int4"]  # as ONNX calls them
 
@@ -46,11 +45,6 @@ class Format:
     rounds_inputs: bool
     smooths: bool  # a projection may have a pre_quant_scale
 
-    @property
-    def rows_per_byte(self) -> int:
-        """Rows of a projection that share one stored byte."""
-        return 2 if self.values == "int4" else 1
-
 
 FORMATS: Mapping[str, Format] = {
     "FP8": Format("float8_e4m3fn", "F8_E4M3", rounds_inputs=True, smooths=False),
@@ -58,7 +52,6 @@ FORMATS: Mapping[str, Format] = {
     "W8A16": Format("int8", "I8", rounds_inputs=False, smooths=False),
     "W4A16_AWQ": Format("int4", "U8", rounds_inputs=False, smooths=True),
 }
-STORED_TYPES = frozenset(f.stored for f in FORMATS.values())
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class Quantization:
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor that holds a quantised projection [out, in]."""
-        return (shape[0] // self.format.rows_per_byte, *shape[1:])
+        return (shape[0] // (2 if self.format.values == "int4" else 1), *shape[1:])
 
     def weight_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
         """Bytes of a quantised projection [out, in] and its scales, which are in a precision of `item_bytes`."""
@@ -90,31 +83,27 @@ class Quantization:
         return math.prod(self.stored_shape(shape)) + item_bytes * scales
 
 
-def read_quantization(directory: Path, config: Mapping[str, Any]) -> Quantization | None:
+def read_quantization(directory: Path, config: Fields) -> Quantization | None:
     """How a checkpoint is quantised; None where it is not. `config` is the content of config.json.
 
     Raises CheckpointError for quantisations that cannot be read, as far as the configuration tells.
     """
-    path = directory / MODELOPT_CONFIG
-    advice = "fetch the checkpoint again"
-    fields = Fields(dict(config), Source(str(directory / "config.json"), CheckpointError, advice))
-    section = fields.section("quantization_config")
+    section, path = config.section("quantization_config"), directory / MODELOPT_CONFIG
+    advice = "use the checkpoint before quantisation"
     if section.data and section.data.get("quant_method") != "modelopt":
-        raise CheckpointError(f"{directory}: quantization_config is set and not ModelOpt's; {_UNQUANTISED}")
+        raise CheckpointError(f"{directory}: quantization_config is set and not ModelOpt's; {advice}")
     if path.is_file():
-        source = Source(str(path), CheckpointError, advice)
+        source = Source(str(path), CheckpointError, "fetch the checkpoint again")
         whole = Fields(read_object(path, source), source)
-        section = whole.section("quantization")
         if not whole.has("quantization"):
             raise whole.fault("quantization", "is missing")
+        section = whole.section("quantization")
     if not section.has("quant_algo"):
         return None
     algorithm = section.text("quant_algo")
     if algorithm not in FORMATS:
-        raise CheckpointError(
-            f"{directory} is quantised by {shown(algorithm)}, which cannot be read; use {', '.join(FORMATS)}, or the "
-            "checkpoint before quantisation"
-        )
+        problem = f"{directory} is quantised by {shown(algorithm)}, which cannot be read"
+        raise CheckpointError(f"{problem}; use {', '.join(FORMATS)}, or the checkpoint before quantisation")
     if section.flag("has_zero_point", False):
         raise section.fault("has_zero_point", "is set, only symmetric quantisation can be read")
     # ModelOpt calls the same list `ignore` in config.json.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
-from ddtree_trt.build.checkpoint.gguf.network import read_gguf_config, read_tensor, unused_names
+from ddtree_trt.build.checkpoint.gguf.network import DIVISORS, read_gguf_config, read_tensor
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
@@ -42,7 +42,7 @@ from ddtree_trt.build.checkpoint.tensorfile import (
 )
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
-from ddtree_trt.drafters.tapped import TO_TARGET
+from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
 
@@ -106,14 +106,13 @@ class Checkpoint:
         Inf."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name}")
-        scales = self.scales(name)
-        if scales is None:
-            values = self._read(name)
-            if name == TO_TARGET:
-                self._check_offsets(values)
+        if scales := self.scales(name):
+            values = dequantize(self.stored(name), scales)
+            check_finite(name, self.tensors[name], values.reshape(-1))
             return values
-        values = dequantize(self.stored(name), scales)
-        check_finite(name, self.tensors[name], values.reshape(-1))
+        values = self._read(name)
+        if name == TO_TARGET:
+            self._check_offsets(values)
         return values
 
     def _check_offsets(self, offsets: NDArray[np.float32]) -> None:
@@ -149,16 +148,26 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
-    """Open a target, a DFlash drafter or an autoregressive drafter; no weight is read yet.
+    """Open a target or a drafter; no weight is read yet.
 
     Raises CheckpointError when the path is not a checkpoint, is of an unsupported kind, or when a tensor is missing,
     superfluous, or of another shape than its configuration says; MissingDependency where GGUF files cannot be read.
     """
-    name = name or checkpoint_name(path)
-    return _load_gguf(path, name, revision) if is_gguf(path) else _load_directory(path, name, revision)
+    parts = _gguf_parts(path) if is_gguf(path) else _directory_parts(path)
+    config: ModelConfig = parts.pop("config")
+    return Checkpoint(
+        path=path,
+        tie_word_embeddings=config.tied,
+        stop_token_ids=config.stop_token_ids,
+        name=name or checkpoint_name(path),
+        revision=revision,
+        quantization=config.quantization,
+        **{"dims": config.dims, **parts},
+    )
 
 
-def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
+def _directory_parts(directory: Path) -> dict[str, Any]:
+    """Fields of the `Checkpoint` in a directory of Hugging Face's layout."""
     config = read_config(directory)
     files, tensors = open_tensors(directory)
     stored = {config.dialect.our_name(name): tensor for name, tensor in tensors.items()}
@@ -175,50 +184,39 @@ def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
     unused = config.dialect.unused
     ignored = {n for n in stored if n in _IGNORED or n.endswith(_IGNORED_SUFFIXES) or n.startswith(unused)}
     _refuse_misfits(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})
-    return Checkpoint(
-        path=directory,
-        files=tuple(sorted([directory / CONFIG, *files])),
-        dims=dims,
-        tie_word_embeddings=config.tied,
-        stop_token_ids=config.stop_token_ids,
-        name=name,
-        revision=revision,
-        tensors={name: stored[name] for name in expected},
-        shapes=expected,
-        quantization=config.quantization,
-        quantizers=quantizers,
-        _read=lambda name: read_float32(name, stored[name]),
-    )
+    return {
+        "config": config,
+        "dims": dims,
+        "files": tuple(sorted([directory / CONFIG, *files])),
+        "tensors": {name: stored[name] for name in expected},
+        "shapes": expected,
+        "quantizers": quantizers,
+        "_read": lambda name: read_float32(name, stored[name]),
+    }
 
 
-def _load_gguf(path: Path, name: str, revision: str) -> Checkpoint:
+def _gguf_parts(path: Path) -> dict[str, Any]:
+    """The same of a GGUF file."""
     files = open_gguf(path)
     config = read_gguf_config(files)
     expected = checkpoint_shapes(config.dims, tied=config.tied)
     names = files.names(expected, config.dims.num_layers)
     wanted = {names[weight]: shape for weight, shape in expected.items()}
     _refuse_missing(path, "metadata", files.tensors, wanted)
-    _refuse_misfits(path, "metadata", files.tensors, wanted, unused_names(files))
-    return Checkpoint(
-        path=path,
-        files=files.paths,
-        dims=config.dims,
-        tie_word_embeddings=config.tied,
-        stop_token_ids=config.stop_token_ids,
-        name=name,
-        revision=revision,
-        tensors={weight: files.tensors[names[weight]] for weight in expected},
-        shapes=expected,
-        quantization=None,
-        quantizers={},
-        _read=lambda weight: read_tensor(files, names[weight], config.dims),
-    )
+    _refuse_misfits(path, "metadata", files.tensors, wanted, {DIVISORS})
+    return {
+        "config": config,
+        "files": files.paths,
+        "tensors": {weight: files.tensors[names[weight]] for weight in expected},
+        "shapes": expected,
+        "quantizers": {},
+        "_read": lambda weight: read_tensor(files, names[weight], config.dims),
+    }
 
 
 def _refuse_missing(path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes) -> None:
     """Raises CheckpointError for expected tensors that are not stored. `config` is what calls for them."""
-    missing = [name for name in expected if name not in stored]
-    if missing:
+    if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
             f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole checkpoint, "
             f"and the {config} that belongs to it"
@@ -246,6 +244,30 @@ def _listed(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def with_rows_of_head(drafter: Checkpoint, target: Checkpoint) -> Checkpoint:
+    """The drafter with the rows of the target's head that its draft vocabulary needs, where it brings no head for it:
+    the head is most of a small drafter's pass, and few tokens of a large vocabulary are worth drafting. The drafter
+    itself otherwise."""
+    rows = drafter.kind.borrowed_rows
+    if not rows:
+        return drafter
+    head = EMBEDDING if target.tie_word_embeddings else HEAD
+
+    def read(name: str) -> NDArray[np.float32]:
+        if name != OWN_HEAD:
+            return drafter._read(name)
+        offsets = np.rint(drafter.tensor(TO_TARGET)).astype(np.int64)
+        return np.ascontiguousarray(target.tensor(head)[np.arange(len(offsets)) + offsets])
+
+    return replace(
+        drafter,
+        dims=replace(cast(Any, drafter.dims), own_head=True),
+        tensors={**drafter.tensors, OWN_HEAD: target.tensors[head]},
+        shapes={**drafter.shapes, **rows},
+        _read=read,
+    )
 
 
 class Network(Protocol):

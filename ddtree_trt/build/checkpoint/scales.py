@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.tensor_files import StoredTensor
-from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, STORED_TYPES, Quantization, Values
+from ddtree_trt.build.checkpoint.quantization import FORMATS, MODELOPT_CONFIG, Quantization, Values
 from ddtree_trt.build.checkpoint.tensorfile import check_dtype, read_float32
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.decoder import Shapes
 
 WEIGHT, INPUT, SMOOTH = "weight_scale", "input_scale", "pre_quant_scale"  # where the projection has `weight`
 CACHE_SCALES = ("k_proj.k_scale", "v_proj.v_scale")  # for a quantised cache; ours has the engine's precision
@@ -65,19 +66,15 @@ def scale_name(weight: str, kind: str) -> str:
 
 
 def find_scales(
-    directory: Path,
-    quantization: Quantization | None,
-    stored: Mapping[str, StoredTensor],
-    expected: Mapping[str, tuple[int, ...]],
+    directory: Path, quantization: Quantization | None, stored: Mapping[str, StoredTensor], expected: Shapes
 ) -> dict[str, StoredTensor]:
     """The scales of every quantised weight by name. `expected` are the shapes of the weights before quantisation.
 
     Raises CheckpointError where one is missing or of the wrong shape, and for a weight that may not be quantised.
     """
+    types = {known.stored for known in FORMATS.values()}
     found = {}
-    for weight, shape in expected.items():
-        if weight not in stored or stored[weight].dtype not in STORED_TYPES:
-            continue
+    for weight in (name for name in expected if name in stored and stored[name].dtype in types):
         dtype = stored[weight].dtype
         if quantization is None or dtype != quantization.format.stored:
             finding = f"is for {quantization.algorithm}" if quantization else "is not there"
@@ -87,10 +84,10 @@ def find_scales(
             )
         if not weight.endswith("_proj.weight"):
             raise CheckpointError(f"{directory}: {weight} is stored as {dtype}; only projections of a layer may be")
-        for name, wanted in _scale_shapes(directory, weight, shape, quantization, stored).items():
-            shape_found = stored[name].shape if name in stored else None
-            if shape_found != wanted and (wanted or shape_found not in ((), (1,))):
-                what = "it is missing" if shape_found is None else f"it has shape {list(shape_found)}"
+        for name, wanted in _scale_shapes(directory, weight, expected[weight], quantization, stored).items():
+            shape = stored[name].shape if name in stored else None
+            if shape != wanted and (wanted or shape not in ((), (1,))):
+                what = "it is missing" if shape is None else f"it has shape {list(shape)}"
                 raise CheckpointError(
                     f"{directory}: {weight} is quantised by {quantization.algorithm}, for which {name} must be "
                     f"{'one number' if wanted == () else list(wanted)}, and {what}; quantise again, or use the "
@@ -107,12 +104,12 @@ def _scale_shapes(
     shape: tuple[int, ...],
     quantization: Quantization,
     stored: Mapping[str, StoredTensor],
-) -> dict[str, tuple[int, ...]]:
+) -> Shapes:
     """Shapes by name of the scales that a weight [out, in] must have; () is one number. Raises CheckpointError for a
     weight that its algorithm cannot store."""
     (out, width), layout = shape, quantization.format
     name, smooth = scale_name(weight, WEIGHT), scale_name(weight, SMOOTH)
-    shapes: dict[str, tuple[int, ...]] = {name: (out,) if layout.values == "int8" else ()}
+    shapes: Shapes = {name: (out,) if layout.values == "int8" else ()}
     if layout.values == "int4":
         # Where the configuration does not state the size of a group, the scale's shape does.
         groups = stored[name].shape[-1] if name in stored and stored[name].shape else 1
@@ -134,24 +131,19 @@ def read_scales(
     weight: str, stored: StoredTensor, quantization: Quantization, quantizers: Mapping[str, StoredTensor]
 ) -> Scales:
     """The scales of one weight, from those that `find_scales` returned. Raises CheckpointError for one of 0 or less."""
-
-    def read(kind: str) -> NDArray[np.float32] | None:
-        name = scale_name(weight, kind)
-        if name not in quantizers:
-            return None
-        values = read_float32(name, quantizers[name])
-        if values.min() <= 0:
-            file = quantizers[name].file
-            raise CheckpointError(f"{file}: {name} is {values.min():g}, a scale must be positive; fetch it again")
-        return values
-
-    scale, rounding = read(WEIGHT), read(INPUT)
-    assert scale is not None, "find_scales has found it"
+    values: dict[str, NDArray[np.float32]] = {}
+    for kind in (WEIGHT, INPUT, SMOOTH):
+        if (name := scale_name(weight, kind)) in quantizers:
+            values[kind] = read_float32(name, quantizers[name])
+            if (least := values[kind].min()) <= 0:
+                problem = f"{quantizers[name].file}: {name} is {least:g}, a scale must be positive"
+                raise CheckpointError(f"{problem}; fetch it again")
+    scale = values[WEIGHT]
     if quantization.format.values == "float8_e4m3fn":
         scale = scale.reshape(())
-    step = None if rounding is None else float(rounding.reshape(()))
+    step = float(values[INPUT].reshape(())) if INPUT in values else None
     group = stored.shape[1] // (scale.shape[1] if scale.ndim == 2 else 1)
-    return Scales(quantization.format.values, group, scale, step, read(SMOOTH))
+    return Scales(quantization.format.values, group, scale, step, values.get(SMOOTH))
 
 
 def dequantize(stored: NDArray[np.uint8], scales: Scales) -> NDArray[np.float32]:

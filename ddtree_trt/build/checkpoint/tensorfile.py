@@ -24,7 +24,7 @@ from ddtree_trt.reading import Fields, Source, read_object, shown
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
+_FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
 _INTEGERS = ("I64", "I32")
 _MAX_INDEX_BYTES = 32 << 20  # the largest published ones have some 10 MB
 _ADVICE = "fetch the checkpoint again"
@@ -44,8 +44,7 @@ def open_tensors(directory: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
             found = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
             hint = f"found {found[0]}: convert it to safetensors" if found else "is this a Hugging Face checkpoint?"
             raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
-        source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
-        stored = read_tensors(file, source)
+        stored = read_tensors(file, Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}"))
         tensors |= {name: t for name, t in stored.items() if not placed or placed.get(name) == file.name}
     if lost := [name for name in placed if name not in tensors]:
         place = placed[lost[0]]
@@ -70,15 +69,11 @@ def check_dtype(name: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError when the tensor's storage type cannot be converted."""
     if name in INTEGER_TENSORS:
         if tensor.dtype not in _INTEGERS:
-            raise CheckpointError(
-                f"{tensor.file}: {name} is stored as {tensor.dtype}, it must be of {' or '.join(_INTEGERS)}; "
-                "use the checkpoint as it was published"
-            )
-    elif tensor.dtype not in FLOATS:
-        raise CheckpointError(
-            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(FLOATS)}: "
-            "use the checkpoint before quantisation"
-        )
+            problem = f"{tensor.file}: {name} is stored as {tensor.dtype}, it must be of {' or '.join(_INTEGERS)}"
+            raise CheckpointError(f"{problem}; use the checkpoint as it was published")
+    elif tensor.dtype not in _FLOATS:
+        problem = f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_FLOATS)}"
+        raise CheckpointError(f"{problem}: use the checkpoint before quantisation")
 
 
 def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
@@ -96,9 +91,9 @@ def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
 def check_finite(name: str, tensor: StoredTensor, values: NDArray[np.float32]) -> None:
     """Raises CheckpointError where one of the values [n] of a tensor is NaN or Inf."""
     for start in range(0, values.size, _CHECK_VALUES):
-        part = values[start : start + _CHECK_VALUES]
-        if not (np.isfinite(part.max()) and np.isfinite(part.min())):
-            bad = start + int(np.flatnonzero(~np.isfinite(part))[0])
+        finite = np.isfinite(values[start : start + _CHECK_VALUES])
+        if not finite.all():
+            bad = start + int(finite.argmin())
             index = [int(i) for i in np.unravel_index(bad, tensor.shape)]
             raise CheckpointError(f"{tensor.file}: {name}{index} is {values[bad]}; weights must be finite")
 

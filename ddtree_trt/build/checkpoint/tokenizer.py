@@ -1,4 +1,4 @@
-"""The tokenizer's files: found beside a checkpoint or made from a GGUF file, checked, and put into the engine."""
+"""The tokenizer's files: found beside a checkpoint or made from a GGUF file, and put into the engine."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.vocabulary import read_vocabulary
-from ddtree_trt.build.checkpoint.growth import check_growth
 from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import TOKEN
-from ddtree_trt.reading import Between, Fields, Source, read_object, shown
+from ddtree_trt.reading import Source
 
-_MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
-_TOKEN = Between(-1, TOKEN.highest)  # −1 is the last of an empty list
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
-def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
+def find_tokenizer(checkpoint: Path) -> Path:
     """Where the target's tokenizer is: in the checkpoint's directory, in `tokenizer` beside it, or in the GGUF file.
 
-    Raises CheckpointError when a file is missing or damaged, when a GGUF file's tokenizer is of a kind that is not
-    supported, or when the tokenizer makes tokens the target has not.
+    Raises CheckpointError when a file is missing, and when a GGUF file's tokenizer is of a kind that is not supported.
     """
     if is_gguf(checkpoint):
-        vocabulary_size = len(read_vocabulary(open_gguf(checkpoint).metadata).tokens)
-        _check_highest(checkpoint, vocabulary_size - 1, vocab_size)
+        read_vocabulary(open_gguf(checkpoint).metadata)
         return checkpoint
     sibling = checkpoint.resolve().parent / "tokenizer"
     directory = next((d for d in (checkpoint, sibling) if (d / _VOCABULARY).is_file()), None)
@@ -40,21 +34,9 @@ def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
             f"{checkpoint} has no tokenizer: {_VOCABULARY} is missing; copy it and {_SETTINGS} from where the "
             "checkpoint comes from"
         )
-    vocabulary = _read(directory / _VOCABULARY)
-    _read(directory / _SETTINGS)
-    for part in ("normalizer", "decoder"):
-        check_growth(Fields(vocabulary, _source(directory / _VOCABULARY)), part)
-    highest = _highest_token(directory / _VOCABULARY, vocabulary)
-    _check_highest(directory / _VOCABULARY, highest, vocab_size)
+    if not (directory / _SETTINGS).is_file():
+        raise CheckpointError(f"{directory} has no {_SETTINGS}; copy the tokenizer's files together")
     return directory
-
-
-def _check_highest(path: Path, highest: int, vocab_size: int) -> None:
-    if highest >= vocab_size:
-        raise CheckpointError(
-            f"{path} has token {highest}, the target's vocab_size is {vocab_size}; "
-            "use the tokenizer that belongs to the target"
-        )
 
 
 def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
@@ -81,34 +63,10 @@ def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
 
     Raises CheckpointError when it does not load or makes tokens the target has not.
     """
-    source = _source(checkpoint)
+    advice = "fetch the tokenizer again, that of the target"
+    source = Source(str(checkpoint), CheckpointError, advice)
     tokenizer = load_tokenizer(copied, source)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= vocab_size:
         raise source.fault(f"the tokenizer has token {highest}, the target's vocab_size is {vocab_size}")
     return tokenizer
-
-
-def _source(path: Path) -> Source:
-    return Source(str(path), CheckpointError, "fetch the tokenizer again")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}; copy the tokenizer's files together")
-    return read_object(path, _source(path), max_bytes=_MAX_TOKENIZER_BYTES)
-
-
-def _highest_token(path: Path, tokenizer: dict[str, Any]) -> int:
-    """The highest token id in a tokenizer.json, or −1 when it lists none."""
-    fields = Fields(tokenizer, _source(path))
-    model = fields.section("model")
-    vocabulary = model.data.get("vocab")
-    if not isinstance(vocabulary, dict | list):
-        raise model.fault("vocab", f"must be the vocabulary, found {shown(vocabulary)}")
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    added = fields.optional("added_tokens", list[dict[str, Any]]) or []
-    ids += [token.get("id") for token in added]
-    if wrong := [i for i in ids if type(i) is not int or i not in _TOKEN]:
-        raise fields.source.fault(f"a token's id must be an integer from {_TOKEN}, found {shown(wrong[0])}")
-    return max(ids, default=-1)

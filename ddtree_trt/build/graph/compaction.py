@@ -29,8 +29,7 @@ from onnx import ModelProto, TensorProto, helper
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.drafters.registry import kind_of

@@ -1,7 +1,7 @@
 """The operator vocabulary of the graphs: the operators that all lowerings share, and those each lowers in its own way.
 
 The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, and `lowering_int8.py` with integer
-products; `lowering_plugin.py` and `lowering_native.py`, whose common part is `lowering_tensorrt.py`.
+products; `lowering_tensorrt.py`, with our plugins or with TensorRT's own attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of a command made from records (`ddtree_trt/records.py`)."""
+"""Options of a command made from records (`ddtree_trt/records.py`) and from the sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from ddtree_trt.commands.options.sampling import SAMPLING_OPTIONS, take_sampling
 from ddtree_trt.errors import UsageError
 from ddtree_trt.records import Option, options
 
 _Command = Callable[..., None]
+SAMPLING = "sampling"  # the argument of a command for the sampling parameters
 
 
 def with_options(**chosen: Sequence[str]) -> Callable[[_Command], _Command]:
-    """Give a command an option for each option of the records that its arguments are.
+    """Give a command an option for each option of the records that its arguments are, and in the place of an argument
+    `sampling` one for each sampling parameter; that argument gets those given, by field of `SamplingParams`.
 
     `chosen`: of an argument's record, the only fields that the command has. An argument that may be None is None where
     its record's first option is not given, which the others then need.
@@ -28,19 +31,24 @@ def with_options(**chosen: Sequence[str]) -> Callable[[_Command], _Command]:
     def decorate(command: _Command) -> _Command:
         parameters: list[inspect.Parameter] = []
         records: dict[str, tuple[type, bool]] = {}
-        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        taken = inspect.signature(command, eval_str=True).parameters
+        for parameter in taken.values():
             kinds = get_args(parameter.annotation) or (parameter.annotation,)
             record = next((kind for kind in kinds if is_dataclass(kind) and isinstance(kind, type)), None)
-            if record is None:
+            if parameter.name == SAMPLING:
+                parameters += SAMPLING_OPTIONS
+            elif record is None:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))  # as Typer calls it
-                continue
-            records[parameter.name] = record, NoneType in kinds
-            rows = _rows(record, chosen.get(parameter.name))
-            parameters += (_parameter(*row, NoneType in kinds) for row in rows)
+            else:
+                records[parameter.name] = record, NoneType in kinds
+                rows = _rows(record, chosen.get(parameter.name))
+                parameters += (_parameter(*row, NoneType in kinds) for row in rows)
 
         @functools.wraps(command)
         def with_records(**values: Any) -> None:
             made = {name: _make(record, optional, values) for name, (record, optional) in records.items()}
+            if SAMPLING in taken:
+                made[SAMPLING] = take_sampling(values)
             command(**values, **made)
 
         with_records.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

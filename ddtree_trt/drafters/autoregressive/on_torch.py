@@ -13,8 +13,7 @@ from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter, Pass
-from ddtree_trt.runtime.engines.torch.attention import Attention, Place
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
 from ddtree_trt.runtime.tree import TokenTree

@@ -13,17 +13,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from ddtree_trt.build.checkpoint.config_fields import refuse_other_values
 from ddtree_trt.build.checkpoint.dialect import (
+    LONGEST_WINDOW,
     SPECULATORS_DECODER,
     SPECULATORS_TYPE,
     Dialect,
     Known,
+    known,
+    refuse_unknown,
     required,
+    sliding_layers,
     stated,
     words,
 )
-from ddtree_trt.build.checkpoint.layer_types import LONGEST_WINDOW, sliding_layers
 from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.drafters.dflash.dims import SECTION, DFlash, DFlashDims, default_tap_layers
 from ddtree_trt.drafters.dflash.heads import RANK, TAPS, Convolution, Selector
@@ -36,8 +38,8 @@ _MaskToken = Annotated[int, TOKEN]
 _Vocabulary = Annotated[int, VOCABULARY]
 
 # Of a drafter, wherever its dialect has them: what it was trained with, and the mask token's text.
-_BOOKKEEPING = words("mask_token num_anchors max_anchors loss_decay_gamma is_decoder")
-_NEUTRAL = {
+_COMMON: Known = {
+    **words("mask_token num_anchors max_anchors loss_decay_gamma is_decoder"),
     "attention_mode": ("gqa",),
     "attention_sink_bias": (False,),
     "attention_value_scale": (1,),
@@ -56,9 +58,14 @@ _VOCABULARIES = words("draft_vocab_size target_vocab_size")  # the first is smal
 _UNTIED = {"tie_word_embeddings": (False,)}
 
 
-def _known(*names: Collection[str], neutral: dict[str, tuple[Any, ...]] | None = None) -> Known:
+def _known(*tables: Known) -> Known:
     """These fields and those that all block drafters may have."""
-    return Known(_BOOKKEEPING.union(*names), {**_NEUTRAL, **(neutral or {})})
+    return known(_COMMON, *tables)
+
+
+def _refuse_other(fields: Fields, name: str, value: int) -> None:
+    """Raises the fields' error where this field has another value."""
+    refuse_unknown(fields, {**dict.fromkeys(fields.data), name: (value,)})
 
 
 def _drafter(
@@ -166,7 +173,7 @@ def _zlab_drafter(
 ) -> DFlashDims:
     section = fields.section(SECTION)
     for place in (fields, section):
-        refuse_other_values(place, {"target_vocab_size": (dims.vocab_size,)})
+        _refuse_other(place, "target_vocab_size", dims.vocab_size)
     scales = {
         "embedding_scale": ("input_embedding_scale", dflash.SCALE),
         "logit_scale": ("output_multiplier", dflash.SCALE),
@@ -190,14 +197,14 @@ def _head_as_stored(dims: DFlashDims, stored: Collection[str]) -> DFlashDims:
     return replace(dims, own_head=True) if dims.draft_vocab_size is not None and OWN_HEAD in stored else dims
 
 
-def _zlab(title: str, read_dims: Any, architecture: str, *more: Collection[str], mark: str = "") -> Dialect:
+def _zlab(title: str, read_dims: Any, architecture: str, *more: Known, mark: str = "") -> Dialect:
     neutral = {"projector_type": ("dflash",), "markov_rank": (0,)}
     return Dialect(
         title=title,
         architectures=(architecture,),
         mark=mark,
-        fields=_known(_FLAT, _SCALES, _VOCABULARIES, (SECTION,)),
-        sections={SECTION: _known(_IN_SECTION, _SCALES, _VOCABULARIES, *more, neutral=neutral)},
+        fields=_known(_FLAT, _SCALES, _VOCABULARIES, {SECTION: None}),
+        sections={SECTION: _known(_IN_SECTION, _SCALES, _VOCABULARIES, *more, neutral)},
         read_dims=read_dims,
         settle=_head_as_stored,
         unused=(OWN_EMBEDDING, OWN_HEAD),  # copies of the target's
@@ -226,8 +233,8 @@ def _dspark(title: str, architecture: str, *, own_tables: bool) -> Dialect:
     return Dialect(
         title=title,
         architectures=(architecture,),
-        fields=_known(_FLAT, _MARKOV, _CONFIDENCE, (SECTION,), neutral=neutral),
-        sections={SECTION: _known(_IN_SECTION, _MARKOV, _CONFIDENCE, neutral=neutral)},
+        fields=_known(_FLAT, _MARKOV, _CONFIDENCE, {SECTION: None}, neutral),
+        sections={SECTION: _known(_IN_SECTION, _MARKOV, _CONFIDENCE, neutral)},
         read_dims=read,
         settle=DFlashDims.as_stored,
         unused=(_CONFIDENCE_HEAD,),
@@ -248,7 +255,7 @@ _SPECULATORS = words(
 
 def _speculators_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
     decoder = fields.section(SPECULATORS_DECODER)
-    refuse_other_values(fields, {"target_hidden_size": (dims.hidden_size,)})
+    _refuse_other(fields, "target_hidden_size", dims.hidden_size)
     for name in _WINDOW_FIELDS:
         stated(name, Any, decoder, fields)  # refused where the two differ
     merged = Fields({**{n: v for n, v in fields.data.items() if n in _WINDOW_FIELDS}, **decoder.data}, fields.source)
@@ -287,15 +294,15 @@ def _anchor_first(fields: Fields, block: int) -> bool:
     return anchor_first
 
 
-def _speculators(kind: str, title: str, *more: Collection[str]) -> Dialect:
+def _speculators(kind: str, title: str, *more: Known) -> Dialect:
     return Dialect(
         title=f"{title} drafters of speculators",
         speculators=kind,
-        fields=_known(_SPECULATORS, _WINDOW_FIELDS, *more, neutral=_UNTIED),
+        fields=_known(_SPECULATORS, _WINDOW_FIELDS, *more, _UNTIED),
         # Stated for whoever serves it: its target, and how many tokens to propose.
         sections={
-            _CONFIG: Known(words("algorithm default_proposal_method proposal_methods verifier")),
-            SPECULATORS_DECODER: Known(words("architectures")),
+            _CONFIG: words("algorithm default_proposal_method proposal_methods verifier"),
+            SPECULATORS_DECODER: words("architectures"),
         },
         read_dims=_speculators_dims,
         settle=DFlashDims.as_stored,

@@ -13,8 +13,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buckets import context_steps
-from ddtree_trt.device.buffers import Layout, Rows, draft_results
+from ddtree_trt.device.buffers import Layout, Rows, context_steps, draft_results
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.kind import DrafterKind
@@ -22,12 +21,10 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.neighbours import neighbouring
+from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.engines.tensorrt.model import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
-
-ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of a round, at most a block, and of a prompt's chunk
 
 
 @dataclass
@@ -169,8 +166,7 @@ class BlockDrafter(Drafter):
         addresses |= {name: self._buffers.results + offset for name, offset in results.items()}
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
         shapes[names.TAPS] = (len(passed), rows, dims.taps_width)
-        profile = ROUND if rows <= block else CHUNK
-        self.network.run(passed, profile, shapes, addresses, key=(len(passed), rows) if capture else None)
+        self.network.run(passed, shapes, addresses, key=(len(passed), rows) if capture else None)
         for slot, end in ends.items():
             self.cache.append(slot, end - self.cache.lengths[slot])
 

@@ -23,8 +23,7 @@ from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.torch.attention import Attention, Place
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import (
@@ -35,7 +34,7 @@ from ddtree_trt.runtime.engines.torch.model import (
     ready_head,
     target_ids,
 )
-from ddtree_trt.runtime.engines.torch.parallel.shard import Vocabulary
+from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
 
 # Candidates per position of the captured graphs: a draft takes the next larger number. The last is the largest budget.

@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
-from ddtree_trt.build.checkpoint.dialect import SPECULATORS_DECODER, SPECULATORS_TYPE, Dialect, Known, words
-from ddtree_trt.build.checkpoint.layer_types import refuse_windows
+from ddtree_trt.build.checkpoint.dialect import (
+    SPECULATORS_DECODER,
+    SPECULATORS_TYPE,
+    Dialect,
+    Known,
+    refuse_windows,
+    words,
+)
 from ddtree_trt.drafters.eagle3.dims import Eagle3, Eagle3Dims
 from ddtree_trt.drafters.tapped import TapLayer
 from ddtree_trt.models.decoder import LAYERS, VOCABULARY, WIDTH, TransformerDims
@@ -25,7 +31,7 @@ _OUTPUTS = "eagle_aux_hidden_state_layer_ids"  # layers whose output is read wit
 _DEEPSPEC_TAPS = "target_layer_ids"
 _COMMON = words(f"{_DRAFT_VOCABULARY} target_hidden_size norm_before_residual norm_output")
 # Norms before and after `fc`, and heads that draft several tokens at once.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: Known = {
     "norm_before_fc": (False,),
     "fc_norm": (False,),
     "use_aux_hidden_state": (True,),
@@ -82,7 +88,7 @@ def _deepspec_dims(fields: Fields, dims: TransformerDims, family: Family) -> Eag
 def _dialect(title: str, read_dims: Any, read: str, sections: Mapping[str, Known], **fields: Any) -> Dialect:
     return Dialect(
         title=title,
-        fields=Known(_COMMON | words(read), _NEUTRAL),
+        fields={**_NEUTRAL, **_COMMON, **words(read)},
         read_dims=read_dims,
         sections=sections,
         settle=Eagle3Dims.as_stored,
@@ -97,7 +103,7 @@ DIALECTS = (
         "EAGLE-3 drafters",
         _eagle_dims,
         f"{_SECTION} {_OUTPUTS}",
-        {_SECTION: Known(words(_OUTPUTS), _NEUTRAL)},
+        {_SECTION: {**_NEUTRAL, **words(_OUTPUTS)}},
         architectures=(_CLASS, *(family.architecture for family in FAMILIES.values())),
         mark=_DRAFT_VOCABULARY,
     ),
@@ -107,8 +113,8 @@ DIALECTS = (
         f"""{SPECULATORS_TYPE} {SPECULATORS_DECODER} {_OUTPUTS} speculators_version speculators_config architectures
         model_type auto_map embed_requires_grad has_no_defaults_at_init base_model_ep_plan""",
         {
-            "speculators_config": Known(words("algorithm default_proposal_method proposal_methods verifier")),
-            SPECULATORS_DECODER: Known(),
+            "speculators_config": words("algorithm default_proposal_method proposal_methods verifier"),
+            SPECULATORS_DECODER: {},
         },
         speculators="eagle3",
     ),

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.drafters.kind import most_expanded
+from ddtree_trt.drafters.kind import EXPANDED, most_expanded
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ class _Context:
 class EagleDrafter(Drafter):
     """EAGLE-3 over a backend's network."""
 
-    def __init__(self, network: EagleNetwork, chunk: int, most_nodes: int) -> None:
-        """`chunk`: most rows of one pass; `most_nodes`: most nodes that a draft expands."""
+    def __init__(self, network: EagleNetwork, chunk: int, most_nodes: int, width: int = EXPANDED) -> None:
+        """`chunk`: most rows of one pass; `most_nodes`: most nodes that a draft expands, `width`: and one pass."""
         self._network = network
         self._chunk = chunk
         self._most_nodes = most_nodes
+        self._width = width
         self._contexts = [_Context() for _ in range(network.cache.slots)]
 
     def context_length(self, slot: int) -> int:
@@ -129,14 +130,14 @@ class EagleDrafter(Drafter):
         if context.states is None:
             raise EngineError(f"slot {slot} has no new target states to draft from")
         following = [*context.tokens[len(context.behind) + 1 :], request.bonus_token]
-        if (wanted := most_expanded(request.width, request.length)) > self._most_nodes:
+        if (wanted := most_expanded(self._width, request.length)) > self._most_nodes:
             raise EngineError(
-                f"a draft of {request.length} levels with {request.width} nodes expanded in each may need {wanted} "
+                f"a draft of {request.length} levels with {self._width} nodes expanded in each may need {wanted} "
                 f"rows, and the drafter has {self._most_nodes}"
             )
         growth = _Growth(self._absorb(slot, context, following, request.top_k))
         for _ in range(1, request.length):
-            nodes = growth.expand(request.width, anywhere=request.anywhere)
+            nodes = growth.expand(self._width)
             if nodes is None:
                 break
             growth.add(self._network.expand(slot, nodes, request.top_k))
@@ -157,14 +158,12 @@ class _Growth:
         self._next_rows = np.full(root.log_probs.shape, -1, np.int32)  # [R, K]
         self._latest = 0  # the first row of the last level
 
-    def expand(self, count: int, *, anywhere: bool) -> Nodes | None:
-        """Choose the `count` most probable candidates, of the last level or with `anywhere` of all rows, that were not
-        expanded; their nodes and all before. None where there is no candidate."""
+    def expand(self, count: int) -> Nodes | None:
+        """Choose the `count` most probable candidates of the last level; their nodes and all before. None where there
+        is no candidate."""
         weights = np.concatenate(self._log_probs).astype(np.float64) + np.concatenate(self._weights)[:, None]
-        weights[self._next_rows >= 0] = -np.inf
-        if not anywhere:
-            weights[: self._latest] = -np.inf
-        order = np.argsort(-weights, axis=None, kind="stable")[:count]  # ties to the shallower
+        weights[: self._latest] = -np.inf
+        order = np.argsort(-weights, axis=None, kind="stable")[:count]
         order = order[np.isfinite(weights.flat[order])]
         if not len(order):
             return None

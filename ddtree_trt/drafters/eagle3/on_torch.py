@@ -16,9 +16,8 @@ from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.padding import mask_words
-from ddtree_trt.runtime.engines.torch.attention import Attention, Place
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.passes import mask_words
+from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.model import (
     Decoder,

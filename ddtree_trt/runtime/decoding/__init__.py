@@ -1,1 +1,1 @@
-"""The decode loop, its methods, tree policies and sampling."""
+"""The decode loop, its methods and sampling."""

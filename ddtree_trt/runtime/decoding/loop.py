@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, Decision, RoundPlan, SlotInput
 from ddtree_trt.runtime.decoding.methods import Proposal
-from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
-    Draw,
     DrawnFrom,
     Engine,
     RoundRequest,
@@ -32,7 +29,7 @@ from ddtree_trt.runtime.engines.base import (
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
 from ddtree_trt.runtime.structured.pruning import allowed_part, with_spare
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, behind, compile_tree, descend, spine_first, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, prepend_chain, spine_first, walk
 
 Path = NDArray[np.int32]
 NOTHING = Proposal(EMPTY)
@@ -44,7 +41,7 @@ class Walk:
 
     path: Path  # [m], root first
     emitted: int  # nodes of the path whose tokens were emitted, 1 or more
-    foreseen: list[int]  # [m − emitted]: tokens chosen at the others; [] if the sequence has ended
+    lookahead: list[int]  # [m − emitted]: tokens chosen at the others; [] if the sequence has ended
 
 
 @dataclass(frozen=True)
@@ -52,23 +49,13 @@ class Round:
     """One finished round of one sequence, as watchers get it."""
 
     root_token: int  # the bonus token of the round before
-    tree: DraftTree  # foreseen tokens and what was drafted behind them
+    tree: DraftTree  # lookahead tokens and what was drafted after them
     path: Path  # [m], root first
     next_token: int  # the target's choice at the path's end
     decision: Decision | None  # why the tree had its size; None for a fixed budget
 
 
 Watcher = Callable[[Round], None]
-
-
-def request_draft(slot: int, token: int, plan: TreePlan, k: int, levels: int | None, draw: Draw) -> DraftRequest:
-    """The draft behind a token that a tree is made of, with at least `k` candidates per position. `levels`: the most of
-    a drafter by levels."""
-    width = plan.width or plan.policy.width
-    if width is not None:
-        k = max(k, min(width, plan.budget))
-    length = min(plan.longest_path, levels or plan.budget)
-    return DraftRequest(slot, token, k, length, draw, plan.expanded, anywhere=plan.policy.anywhere)
 
 
 class _SlotRound:
@@ -80,8 +67,8 @@ class _SlotRound:
         self.slot = sequence.slot
         self.past = engine.length(self.slot)
         self.root_token = sequence.bonus_token
-        self.foreseen = sequence.foreseen
-        self.in_place = engine.foresee is not None  # whether only nodes right behind their ancestors emit tokens
+        self.lookahead = sequence.lookahead
+        self.in_place = engine.lookahead is not None  # whether only nodes right behind their ancestors emit tokens
         self.ceiling = 0  # most nodes to draft
         self.decision: Decision | None = None  # why the tree has its size; None for a fixed budget
         self.proposal = NOTHING
@@ -91,24 +78,20 @@ class _SlotRound:
     def planned(self) -> SlotInput:
         """What the round's budgets are planned by."""
         s = self.sequence
-        left = s.tokens_left - len(self.foreseen)
-        return SlotInput(s.budget, self.past + len(self.foreseen), left, s.drafts)
+        left = s.tokens_left - len(self.lookahead)
+        return SlotInput(s.budget, self.past + len(self.lookahead), left, s.drafts)
 
     @property
     def tree(self) -> DraftTree:
         """The tree to verify."""
-        return behind(self.foreseen, self.proposal.tree)
-
-    @cached_property
-    def plan(self) -> TreePlan:
-        """The tree to draft, from when the ceiling is known."""
-        return TreePlan(self.ceiling, self.sequence.method.own_policy)
+        return prepend_chain(self.lookahead, self.proposal.tree)
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
-        last_token = self.foreseen[-1] if self.foreseen else self.root_token
-        return request_draft(self.slot, last_token, self.plan, k, s.budget.levels, s.sampler.draft)
+        last_token = self.lookahead[-1] if self.lookahead else self.root_token
+        length = min(self.ceiling, s.budget.levels or self.ceiling)
+        return DraftRequest(self.slot, last_token, k, length, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
@@ -125,10 +108,9 @@ class _SlotRound:
     def propose(self, draft: Draft) -> None:
         s = self.sequence
         with self:
-            wanted, constrained = self.plan, s.sampler.matcher is not None and not s.method.draws
-            if constrained:
-                wanted = replace(wanted, budget=with_spare(wanted.budget))
-            self.proposal = s.method.propose(draft, wanted, s.sampler.draft)
+            constrained = s.sampler.matcher is not None and not s.method.draws
+            nodes = with_spare(self.ceiling) if constrained else self.ceiling
+            self.proposal = s.method.propose(draft, nodes, s.sampler.draft)
             if constrained:
                 self.proposal = Proposal(self._allowed(self.proposal.tree).cut(self.ceiling))
 
@@ -146,7 +128,7 @@ class _SlotRound:
         """The part of a tree that the constraint of the output allows."""
         matcher = self.sequence.sampler.matcher
         assert matcher is not None, "only constrained sequences ask"
-        return allowed_part(tree, matcher, self.foreseen)
+        return allowed_part(tree, matcher, self.lookahead)
 
     def take(self, result: RoundResult, engine: Engine) -> None:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
@@ -169,10 +151,10 @@ class _SlotRound:
         path = result.path[: result.emitted]
         engine.commit(self.slot, path, taps=s.drafts)
         # The last token that may come is chosen at a node behind those of all others.
-        s.foreseen = result.foreseen[: max(s.tokens_left - 1, 0)]
-        if s.foreseen:
-            assert engine.foresee is not None, "only engines with this call leave tokens to foresee"
-            engine.foresee(self.slot, result.path[result.emitted :][: len(s.foreseen)])
+        s.lookahead = result.lookahead[: max(s.tokens_left - 1, 0)]
+        if s.lookahead:
+            assert engine.lookahead is not None, "only engines with this call leave tokens to look ahead at"
+            engine.lookahead(self.slot, result.path[result.emitted :][: len(s.lookahead)])
         with self:
             self._observe(result)
 
@@ -188,7 +170,7 @@ class _SlotRound:
     def _observe(self, result: Walk) -> None:
         """Show the budget the walk below the node that was drafted behind. If the walk did not come there, nothing was
         gained, and nothing is known of the draft."""
-        s, skipped = self.sequence, len(self.foreseen)
+        s, skipped = self.sequence, len(self.lookahead)
         arrived = len(result.path) > skipped
         path = result.path[skipped:] - skipped if arrived else result.path[:1]
         if isinstance(s.budget, AutoBudget) and self.decision is not None:
@@ -261,7 +243,7 @@ def accept(
 
     Each node on the path yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is
     met inside the path, the path ends there. With `in_place`, tokens are emitted as long as the path's nodes are the
-    tree's first ones; those chosen behind are foreseen.
+    tree's first ones; those chosen after them are the lookahead.
     """
     if not sequence.sampler.takes_choices:
         return _choose(sequence, tree, drawn, verdict, in_place)
@@ -280,14 +262,14 @@ def _choose(
     sequence: Sequence, tree: DraftTree, drawn: tuple[DrawnFrom, ...], verdict: Verdict, in_place: bool
 ) -> Walk:
     """`accept` where the sampler chooses from rows of logits."""
-    sampler, emitted, foreseen = sequence.sampler, 0, list[int]()
+    sampler, emitted, lookahead = sequence.sampler, 0, list[int]()
 
     def choose(node: int) -> int | None:
         nonlocal emitted
         row = verdict.logits[node]
         if in_place and node > emitted:
-            if (expected := sampler.foresee(row, foreseen)) is not None:
-                foreseen.append(expected)
+            if (expected := sampler.lookahead(row, lookahead)) is not None:
+                lookahead.append(expected)
             return expected
         emitted += 1
         # A chain was drawn: node d's only child is the token drawn at depth d + 1.
@@ -295,7 +277,7 @@ def _choose(
         return token if sequence.append(token, row) else None
 
     path = descend(tree, choose)
-    return Walk(path[: emitted + len(foreseen)], emitted, foreseen)
+    return Walk(path[: emitted + len(lookahead)], emitted, lookahead)
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:

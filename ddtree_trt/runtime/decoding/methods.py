@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
-from types import ModuleType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
 from ddtree_trt.drafters.registry import KINDS
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.decoding.policies import CHAIN, EAGLE2, HEAP, POLICIES, Policy, TreePlan
 
 if TYPE_CHECKING:
     from ddtree_trt.runtime.candidates import Candidates
@@ -36,19 +33,38 @@ class Proposal:
     drawn: tuple[DrawnFrom, ...] = ()
 
 
-# Proposals: functions of the drafter's output, the plan of the tree, and the request's function that draws a token.
+# Proposals: functions of the drafter's output, the most nodes, and the request's function that draws a token. They
+# import what makes trees when they are called.
 
 
-@cache
-def _trees() -> ModuleType:
-    """The functions that make trees: imported at the first round, once."""
-    from ddtree_trt.runtime import tree
+def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import EMPTY
 
-    return tree
+    return Proposal(EMPTY)
 
 
-def _nothing(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
-    return Proposal(_trees().EMPTY)
+def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Proposal:
+    """The most probable prefixes. Of a drafter by levels they are EAGLE-2's reranked tree (arXiv 2406.16858): all its
+    candidates compete, and none is more probable than the one it extends."""
+    from ddtree_trt.runtime.tree import best_tree
+
+    with _usable_output():
+        return Proposal(best_tree(draft.candidates, budget, width=width))
+
+
+def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    return _tree(draft, budget, draw, width=1)
+
+
+def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    """A chain of which each token is drawn from its candidates' probabilities given the ones drawn before it."""
+    from ddtree_trt.runtime.tree import chain
+
+    drawn = draft.drawn
+    if drawn is None:
+        with _usable_output():
+            drawn = tuple(_draws(draft.candidates, budget, draw))
+    return Proposal(chain([d.token for d in drawn]), drawn)
 
 
 @contextmanager
@@ -58,25 +74,6 @@ def _usable_output() -> Iterator[None]:
         yield
     except ValueError as error:
         raise EngineError(f"the drafter's output cannot be used: {error}") from error
-
-
-def _tree(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
-    """The tree of the request's policy."""
-    with _usable_output():
-        return Proposal(plan.grow(draft.candidates))
-
-
-def _most_probable_chain(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
-    return _tree(draft, replace(plan, policy=CHAIN), draw)
-
-
-def _drawn_chain(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
-    """A chain of which each token is drawn from its candidates' probabilities given the ones drawn before it."""
-    drawn = draft.drawn
-    if drawn is None:
-        with _usable_output():
-            drawn = tuple(_draws(draft.candidates, plan.longest_path, draw))
-    return Proposal(_trees().chain([d.token for d in drawn]), drawn)
 
 
 def _draws(candidates: Candidates, budget: int, draw: Draw) -> Iterator[DrawnFrom]:
@@ -118,17 +115,12 @@ class Method:
     name: str
     makes: str  # description of the tree, for help and documents
     drafted: Drafts | None  # what a drafter must draft at a time; None: it drafts nothing, and works with every one
-    propose: Callable[[Draft, TreePlan, Draw], Proposal]
+    propose: Callable[[Draft, int, Draw], Proposal]
     candidates: Callable[[int, bool], int] = _one
     weighs_costs: bool = False  # the budget `auto` is chosen by the costs of rounds; else it is the whole draft
-    branches: bool = False  # makes trees by a policy, which are measured at several budgets; else chains
-    own_policy: Policy = HEAP  # of its trees, where a request names none
+    branches: bool = False  # makes trees, which are measured at several budgets; else chains
     draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on the drafts
     host_reason: str | None = "builds no tree"  # why its rounds cannot stay on the device; None: they can
-
-    def policy(self, name: str) -> Policy:
-        """The policy of that name, or for AUTO its own."""
-        return self.own_policy if name == AUTO else POLICIES[name]
 
     @property
     def drafts(self) -> bool:
@@ -200,7 +192,6 @@ EAGLE = Method(
     candidates=_children,
     weighs_costs=True,
     branches=True,
-    own_policy=EAGLE2,
     host_reason="grows its tree level by level",
 )
 

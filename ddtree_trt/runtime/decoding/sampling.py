@@ -111,7 +111,7 @@ class Sampler:
                 return token
         return self._draw(_masked(logits, matcher.mask(behind)), len(behind))
 
-    def foresee(self, logits: Row, behind: Sequence[int]) -> int | None:
+    def lookahead(self, logits: Row, behind: Sequence[int]) -> int | None:
         """`choose` for a look ahead; None where the constraint lets nothing follow `behind`."""
         if self.matcher is not None and self.matcher.ends(behind):
             return None

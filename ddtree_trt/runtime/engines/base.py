@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -43,8 +42,6 @@ class DraftRequest:
     top_k: int  # K; a drafter whose candidates depend on the token before may state more
     length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
     draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
-    width: int = EXPANDED  # most nodes that a drafter by levels expands per pass
-    anywhere: bool = False  # whether it expands the most probable of all nodes, not those of the last level only
 
 
 @dataclass(frozen=True)
@@ -127,11 +124,11 @@ class Engine(Protocol):
         """Rounds that stay on the device; None where the engine has none."""
 
     @property
-    def foresee(self) -> Callable[[int, NDArray[np.int32]], None] | None:
+    def lookahead(self) -> Callable[[int, NDArray[np.int32]], None] | None:
         """Of an engine whose rows have the same bits in every pass, as long as each one's ancestors are the rows right
-        before it: only such rows are to choose tokens that are emitted. `foresee(slot, nodes)`, called after a commit,
-        passes further nodes [k] of the last tree, rising, to the drafter alone. Until the slot's next commit drafts go
-        on behind them, and the next tree begins with their tokens. None: every row of a tree may choose."""
+        before it: only such rows are to choose tokens that are emitted. `lookahead(slot, nodes)`, called after a
+        commit, passes further nodes [k] of the last tree, rising, to the drafter alone. Until the slot's next commit
+        drafts continue after them, and the next tree begins with their tokens. None: every row of a tree may choose."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""
@@ -148,7 +145,7 @@ class Engine(Protocol):
         The verdict has T rows for `all`, the last one for `last`, and no row for `none`."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One drafter pass per slot over [bonus, MASK × L] on top of every committed and foreseen token."""
+        """One drafter pass per slot over [bonus, MASK × L] on top of every committed and lookahead token."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """One target pass over each slot's tree; logits for all T nodes. Nothing is committed yet."""
@@ -160,7 +157,7 @@ class Engine(Protocol):
         """Do the one-time work of a single sequence's first passes: initialisation of libraries and captures. All slots
         must be empty, and are left empty. It only shortens the first requests. `progress` counts the passes made."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all started work is done. Only exact stage times need it: calls that return results wait for
         them."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Rows
-from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
 
 
@@ -73,7 +73,7 @@ class Drafter(ABC):
 
 
 def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
-    """Raises EngineError when the drafter does not know all committed tokens of the slot. It may know foreseen ones."""
+    """Raises EngineError when the drafter does not know all committed tokens of the slot; it may know more."""
     known, length = drafter.context_length(slot), target.lengths[slot]
     if known < length:
         raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")

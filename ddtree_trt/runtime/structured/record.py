@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import After, Before, Between, check_fields
-from ddtree_trt.runtime.values import Text, Texts, valid_text
+from ddtree_trt.runtime.values import Text, Texts, check_text, valid_text
 
 MAX_CHARACTERS = 1 << 20  # of a schema, expression or grammar, and of the texts of a choice together
 MAX_AFTER = 256  # characters
@@ -20,34 +20,26 @@ MAX_REPEATS = 1 << 16
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "tags")
 
 
-def _bounded(text: str) -> str:
-    if len(text) > MAX_CHARACTERS:
-        raise UsageError(f"structured: a text has {len(text)} characters, at most {MAX_CHARACTERS} are taken")
-    return valid_text(text)
+def _at_most(most: int, what: str, advice: str = "") -> After:
+    """Refuses more of what `len` counts."""
+
+    def check(value: Any) -> Any:
+        if len(value) > most:
+            raise ValueError(f"has {len(value)} {what}, at most {most} are taken{advice}")
+        return value
+
+    return After(check)
 
 
-def _short(text: str) -> str:
-    if len(text) > MAX_AFTER:
-        raise UsageError(
-            f"structured: after has {len(text)} characters, at most {MAX_AFTER} are taken; give its last ones"
-        )
-    return text
-
-
-def _choices(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if len(texts) > MAX_CHOICES:
-        raise UsageError(f"structured: choice has {len(texts)} texts, at most {MAX_CHOICES} are taken")
+def _in_all(texts: tuple[str, ...]) -> tuple[str, ...]:
     if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
-        raise UsageError(f"structured: choice has {characters} characters, at most {MAX_CHARACTERS} are taken")
+        raise ValueError(f"has {characters} characters, at most {MAX_CHARACTERS} are taken")
     return texts
 
 
 def _tags(value: Any) -> Any:
     """Records of tags given as such, or by name."""
-    tags = tuple(_tag(tag) for tag in value) if isinstance(value, list | tuple) else value
-    if isinstance(tags, tuple) and len(tags) > MAX_TAGS:
-        raise UsageError(f"structured: there are {len(tags)} tags, at most {MAX_TAGS} are taken")
-    return tags
+    return tuple(map(_tag, value)) if isinstance(value, list | tuple) else value
 
 
 def _tag(value: Any) -> Any:
@@ -64,23 +56,23 @@ def schema_text(schema: Any) -> str:
     `schema` is a dictionary, a boolean, or JSON text of one. Raises UsageError for anything else.
     """
     try:
-        if isinstance(schema, str):
-            schema = json.loads(_bounded(schema))
-        if isinstance(schema, Mapping):
-            schema = dict(schema)
-        elif not isinstance(schema, bool):
-            raise UsageError(f"structured: a schema must be a JSON object or a boolean, not {shown(schema)}")
-        return _bounded(json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(value, Mapping | bool):
+            raise UsageError(f"structured: a schema must be a JSON object or a boolean, not {shown(value)}")
+        text = json.dumps(dict(value) if isinstance(value, Mapping) else value, ensure_ascii=False, allow_nan=False)
     except json.JSONDecodeError as error:
         raise UsageError(f"structured: the schema is not JSON: {error}") from error
     except RecursionError:
         raise UsageError("structured: the schema is nested too deeply; nest it less") from None
-    except UsageError:
-        raise
     except (TypeError, ValueError) as error:
         raise UsageError(f"structured: the schema cannot be written as JSON: {error}") from error
+    if len(text) > MAX_CHARACTERS:
+        raise UsageError(f"structured: a schema has {len(text)} characters, at most {MAX_CHARACTERS} are taken")
+    check_text("structured: a schema", text)
+    return text
 
 
+_BOUNDED = _at_most(MAX_CHARACTERS, "characters")
 Schema = Annotated[str | Mapping[str, Any] | bool, Before(schema_text)]
 Repeats = Annotated[int, Between(0, MAX_REPEATS)]
 
@@ -89,9 +81,9 @@ Repeats = Annotated[int, Between(0, MAX_REPEATS)]
 class Tag:
     """`begin`, a JSON value that `schema` allows, then `end`. A schema is kept as JSON text."""
 
-    begin: Annotated[Text, After(_bounded)]
+    begin: Annotated[Text, _BOUNDED]
     schema: Schema
-    end: Annotated[str, After(_bounded)]
+    end: Annotated[str, After(valid_text), _BOUNDED]
 
     def __post_init__(self) -> None:
         check_fields(self, "structured: a tag's ")
@@ -117,14 +109,14 @@ class StructuredOutput:
 
     json_schema: Schema | None = None
     json_object: bool = False
-    regex: Annotated[Text, After(_bounded)] | None = None
-    choice: Annotated[Texts, After(_choices)] = ()
-    grammar: Annotated[Text, After(_bounded)] | None = None
-    tags: Annotated[tuple[Tag, ...], Before(_tags)] = ()
+    regex: Annotated[Text, _BOUNDED] | None = None
+    choice: Annotated[Texts, _at_most(MAX_CHOICES, "texts"), After(_in_all)] = ()
+    grammar: Annotated[Text, _BOUNDED] | None = None
+    tags: Annotated[tuple[Tag, ...], _at_most(MAX_TAGS, "entries"), Before(_tags)] = ()
     at_least: Repeats = 1
     at_most: Repeats | None = None
-    separator: Annotated[str, After(_bounded)] = ""
-    after: Annotated[Text, After(_short)] | None = None
+    separator: Annotated[str, After(valid_text), _BOUNDED] = ""
+    after: Annotated[Text, _at_most(MAX_AFTER, "characters", "; give its last ones")] | None = None
 
     def __post_init__(self) -> None:
         if not (given := self._given()) or len(given) > 1:

@@ -12,16 +12,18 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.runtime.submission import Submission, iterate_parts
 from ddtree_trt.serve.errors import SERVER, ApiError, as_api_error
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.service import Service, wants_usage
 
 Answer = dict[str, Any]
-# (index of the prompt, its part, one completion of the part) → answers to send, in order
-Chunks = Callable[[int, RequestOutput, CompletionOutput], list[Answer]]
+# (index of the prompt, its output or a part, one completion of it) → choices to send, in order
+Choices = Callable[[int, RequestOutput, CompletionOutput], list[Answer]]
 
 _FIGURES = (
     "rounds", "drafted_tokens", "accepted_tokens", "acceptance_rate", "mean_acceptance_length", "acceptance_histogram",
@@ -35,10 +37,6 @@ _MILLISECONDS = {
     "queue_time_ms": "queue_time_s",
     "mean_itl_ms": "time_per_output_token_s",
 }
-
-
-def head(request_id: str, kind: str, model: str) -> Answer:
-    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def new_id(prefix: str) -> str:
@@ -100,17 +98,30 @@ def _speculative_decoding(metrics: RequestMetrics, longest_draft: int) -> Answer
     }
 
 
-def json_response(answer: Answer) -> JSONResponse:
-    return JSONResponse(answer, headers={"X-Request-Id": answer["id"]})
+async def respond(
+    service: Service,
+    body: ChatRequest | CompletionRequest,
+    request_id: str,
+    submissions: Sequence[Submission],
+    kinds: tuple[str, str],
+    whole: Choices,
+    parts: Choices,
+) -> Response:
+    """The answer to a request: of objects `kinds`, one of `whole` choices, or a stream of those of its `parts`."""
+    kind, longest = kinds[bool(body.stream)], service.longest_draft
+    begin = {"id": request_id, "object": kind, "created": int(time.time()), "model": service.model_name}
+    if body.stream:
+        return stream_response(_events(submissions, begin, parts, wants_usage(body), longest), request_id)
+    outputs = [await submission.result() for submission in submissions]
+    choices = [c for place, output in enumerate(outputs) for o in output.outputs for c in whole(place, output, o)]
+    answer = {**begin, "choices": choices, "usage": usage(outputs), "metrics": acceptance(outputs, longest)}
+    return JSONResponse(answer, headers={"X-Request-Id": request_id})
 
 
 def event(data: Answer | str) -> str:
     """One server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n"
-
-
-DONE = event("[DONE]")
 
 
 def stream_response(events: AsyncIterator[str], request_id: str) -> StreamingResponse:
@@ -120,7 +131,7 @@ def stream_response(events: AsyncIterator[str], request_id: str) -> StreamingRes
         try:
             async for text in events:
                 yield text
-            yield DONE
+            yield event("[DONE]")
         except Exception as error:
             yield event(as_api_error(error).body())
 
@@ -129,23 +140,25 @@ def stream_response(events: AsyncIterator[str], request_id: str) -> StreamingRes
     return StreamingResponse(with_error(), media_type="text/event-stream", headers=headers)
 
 
-async def parts_of(
-    submissions: Sequence[Submission], chunks: Chunks, last: Answer | None, longest_draft: int
+async def _events(
+    submissions: Sequence[Submission], begin: Answer, choices: Choices, with_usage: bool, longest_draft: int
 ) -> AsyncIterator[str]:
-    """The submissions' parts as events. `last`, if given, is sent after them with the usage and the metrics."""
+    """The submissions' parts as events, and one more with the usage where it is wanted."""
     latest: dict[int, RequestOutput] = {}
     async for place, part in iterate_parts(submissions):
         latest[place] = part
-        answers = [a for output in part.outputs for a in chunks(place, part, output)]
-        if last is not None:
+        answers: list[Answer] = [
+            {**begin, "choices": [choice]} for output in part.outputs for choice in choices(place, part, output)
+        ]
+        if with_usage:
             answers = [a | {"usage": None} for a in answers]  # as OpenAI does
         if all(s.finished for s in submissions):
             metrics = acceptance(list(latest.values()), longest_draft)
-            if last is not None:  # vLLM's object is sent once, with the usage, as its readers expect
+            if with_usage:  # vLLM's object is sent once, with the usage, as its readers expect
                 metrics["speculative_decoding"] = None
             answers[-1]["metrics"] = metrics
         if answers:
             yield "".join(map(event, answers))
-    if last is not None:
+    if with_usage:
         outputs = list(latest.values())
-        yield event({**last, "usage": usage(outputs), "metrics": acceptance(outputs, longest_draft)})
+        yield event({**begin, "choices": [], "usage": usage(outputs), "metrics": acceptance(outputs, longest_draft)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -76,13 +76,3 @@ def _check_count(what: str, count: int, most: int) -> None:
     if count > most:
         message = f"the body has {count} {what}; this server takes at most {most}"
         raise ApiError(400, message, code="body_too_complex")
-
-
-def request_schemas(*models: type[BaseModel]) -> dict[str, Any]:
-    """JSON schemas of request bodies by name, as OpenAPI's `components` has them."""
-    schemas: dict[str, Any] = {}
-    for model in models:
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas |= schema.pop("$defs", {})
-        schemas[model.__name__] = schema
-    return schemas

@@ -16,25 +16,14 @@ from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.names import given_name
 from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.openai.answers import (
-    Answer,
-    acceptance,
-    finish_reason,
-    head,
-    json_logprob,
-    json_response,
-    new_id,
-    parts_of,
-    stream_response,
-    usage,
-)
+from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
 from ddtree_trt.serve.openai.protocol import ChatRequest, Message
 from ddtree_trt.serve.service import Service, wants_usage
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     service.check_model(body.model)
-    with_usage = wants_usage(body)
+    wants_usage(body)  # refuses
     given = body.sampling()
     names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
     if "logprobs" in given and not body.logprobs:
@@ -44,25 +33,15 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     use = tool_use(service, body.tools, body.tool_choice, body.parallel_tool_calls)
     check_names(service, body.messages)
     messages = [message.for_template() for message in body.messages]
-    ids = await service.encode_chat(messages, body.chat_template_kwargs, use.descriptions or None)
+    text = await service.render(messages, body.chat_template_kwargs, use.descriptions or None)
+    ids = await service.encode(text, "messages")
     answers = ChatAnswers(service, use, service.chat_format.thinking(ids))
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
     await service.compile(params, given_name(given) or "tools")
     request_id = new_id("chatcmpl")
-    submission = service.submit(request, ids, params, request_id, "messages")
-    if body.stream:
-        begin = head(request_id, "chat.completion.chunk", service.model_name)
-        last = {**begin, "choices": []} if with_usage else None
-        return stream_response(parts_of([submission], Chunks(answers, begin), last, service.longest_draft), request_id)
-    output = await submission.result()
-    return json_response(
-        {
-            **head(request_id, "chat.completion", service.model_name),
-            "choices": [answers.choice(o) for o in output.outputs],
-            "usage": usage([output]),
-            "metrics": acceptance([output], service.longest_draft),
-        }
-    )
+    submissions = [service.submit(request, ids, params, request_id, "messages")]
+    kinds = ("chat.completion", "chat.completion.chunk")
+    return await respond(service, body, request_id, submissions, kinds, answers.whole, Chunks(answers))
 
 
 def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
@@ -117,7 +96,7 @@ class ChatAnswers:
         plain = not self._use.tools and self._thinking == "never"
         return replace(given, structured=structured, keep_special_tokens=() if plain else self._format.marks)
 
-    def choice(self, output: CompletionOutput) -> Answer:
+    def whole(self, place: int, whole: RequestOutput, output: CompletionOutput) -> list[Answer]:
         tools = self._format.tool_format(self._use)
         read = read_message(output.text, self._thinking, tools, parallel=self._use.parallel)
         message: Answer = {"role": "assistant", "content": read.content, "refusal": None}
@@ -126,7 +105,7 @@ class ChatAnswers:
         if read.tool_calls:
             message["tool_calls"] = [call.to_dict() for call in read.tool_calls]
         reason = _finish_reason(output, len(read.tool_calls))
-        return {"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}
+        return [{"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}]
 
     def reader(self) -> MessageReader | None:
         """A reader of one output that arrives in parts; None where all of it is content."""
@@ -149,9 +128,8 @@ class ChatAnswers:
 class Chunks:
     """Converts parts of a stream to chunks; each choice's first chunk has the role."""
 
-    def __init__(self, answers: ChatAnswers, begin: Answer) -> None:
+    def __init__(self, answers: ChatAnswers) -> None:
         self._answers = answers
-        self._begin = begin
         self._readers: dict[int, MessageReader | None] = {}
 
     def __call__(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
@@ -175,7 +153,7 @@ class Chunks:
                 logprobs = {**logprobs, "content": []}
         if ends:
             choices[-1]["finish_reason"] = _finish_reason(output, reader.calls if reader else 0)
-        return [{**self._begin, "choices": [choice]} for choice in choices]
+        return choices
 
 
 def _events(reader: MessageReader | None, output: CompletionOutput) -> list[Event]:

@@ -12,18 +12,7 @@ from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.openai.answers import (
-    Answer,
-    acceptance,
-    finish_reason,
-    head,
-    json_logprob,
-    json_response,
-    new_id,
-    parts_of,
-    stream_response,
-    usage,
-)
+from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
 from ddtree_trt.serve.openai.protocol import CompletionRequest
 from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts
 from ddtree_trt.serve.service import Service, wants_usage
@@ -33,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     service.check_model(body.model)
-    with_usage = wants_usage(body)
+    wants_usage(body)  # refuses
     given = body.sampling()
     _check_total(service, len(body.prompt) * max(given.get("n", 1), 1))
     prompts = [await service.encode(p, "prompt") for p in body.prompt]
@@ -46,28 +35,10 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     request_id = new_id("cmpl")
     # No await between the first and the last: on QueueFull, those already submitted are cancelled at once.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
-    begin = head(request_id, "text_completion", service.model_name)
     n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
     choices = _Choices(service.texts, n, echo=echo, skip_special_tokens=skip)
-    if body.stream:
-
-        def chunks(place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
-            choice = choices.choice(place, part, output)
-            logprobs = choice["logprobs"]
-            says = choice["text"] or choice["finish_reason"] is not None or (logprobs and logprobs["tokens"])
-            return [{**begin, "choices": [choice]}] if says else []
-
-        last = {**begin, "choices": []} if with_usage else None
-        return stream_response(parts_of(submissions, chunks, last, service.longest_draft), request_id)
-    outputs = [await submission.result() for submission in submissions]
-    return json_response(
-        {
-            **begin,
-            "choices": [choices.choice(place, whole, o) for place, whole in enumerate(outputs) for o in whole.outputs],
-            "usage": usage(outputs),
-            "metrics": acceptance(outputs, service.longest_draft),
-        }
-    )
+    kinds = ("text_completion", "text_completion")
+    return await respond(service, body, request_id, submissions, kinds, choices.whole, choices.parts)
 
 
 def _check_total(service: Service, sequences: int) -> None:
@@ -89,11 +60,18 @@ class _Choices:
         self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
-    def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> Answer:
+    def whole(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
         index = place * self._n + output.index
         logprobs = self._logprobs(index, part, output)
         reason = finish_reason(output.finish_reason)
-        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
+        return [{"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}]
+
+    def parts(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
+        """The choice, where the part says something."""
+        (choice,) = self.whole(place, part, output)
+        logprobs = choice["logprobs"]
+        says = choice["text"] or choice["finish_reason"] is not None or (logprobs and logprobs["tokens"])
+        return [choice] if says else []
 
     def _logprobs(self, index: int, part: RequestOutput, output: CompletionOutput) -> Answer | None:
         if output.logprobs is None:

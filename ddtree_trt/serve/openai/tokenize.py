@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from ddtree_trt.errors import shown
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.openai.chat import check_names, tool_use
 from ddtree_trt.serve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from ddtree_trt.serve.service import Service
 
 
-async def tokenize(service: Service, body: TokenizeRequest) -> Response:
+async def tokenize(service: Service, _: Request, body: TokenizeRequest) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages", param="prompt", code="invalid_value")
@@ -22,11 +26,17 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
         text = await service.render(messages, body.chat_template_kwargs, use.descriptions or None)
     elif body.tools or body.chat_template_kwargs:
         raise ApiError(400, "tools and chat_template_kwargs need messages", param="messages", code="invalid_value")
-    ids = await service.tokens(text, param)
-    names = await service.token_names(ids) if body.return_token_strs else None
+    ids, names = await service.tokens(text, param), None
+    if body.return_token_strs:  # what the tokenizer's own vocabulary calls them
+        names = await service.in_thread("tokenizer", service.llm.tokenizer.convert_ids_to_tokens, ids, param=param)
     return JSONResponse({"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids, "token_strs": names})
 
 
-async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
+async def detokenize(service: Service, _: Request, body: DetokenizeRequest) -> Response:
     service.check_model(body.model)
-    return JSONResponse({"prompt": await service.detokenize(body.tokens)})
+    size = service.llm.engine.manifest.target_dims.vocab_size
+    if (wrong := next((t for t in body.tokens if not 0 <= t < size), None)) is not None:
+        message = f"tokens: token id {shown(wrong)} is outside the vocabulary of {size}"
+        raise ApiError(400, message, param="tokens", code="invalid_value")
+    decode = partial(service.llm.codec.decode, skip_special_tokens=False)
+    return JSONResponse({"prompt": await service.in_thread("tokenizer", decode, body.tokens, param="tokens")})

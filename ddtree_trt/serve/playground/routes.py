@@ -1,7 +1,8 @@
-"""Routes of the playground: the page's files, what it must know of the engine, and rounds as they happen."""
+"""Routes of the playground: the page's files, what it must know of the engine, and rounds as they happen, as JSON."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import AsyncIterator
@@ -17,12 +18,13 @@ from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
+from ddtree_trt.runtime.stats import RequestMetrics
 from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.serve.openai.answers import event, finish_reason, new_id, stream_response
 from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.openai.protocol import ChatRequest
-from ddtree_trt.serve.playground.records import figures, round_record
+from ddtree_trt.serve.openai.tokens import TokenTexts
 from ddtree_trt.serve.service import Service
 
 PATH = "/playground"
@@ -32,17 +34,9 @@ PAGE = {
     **{f"{PATH}/{name}": (name, "text/javascript; charset=utf-8") for name in ("page.js", "tree.js", "markdown.js")},
 }
 # The page takes nothing from anywhere else, and nobody may put it into a frame.
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
@@ -76,26 +70,24 @@ def install(app: FastAPI, service: Service, examples: Examples | None) -> None:
 
     @app.get(f"{PATH}/engine", include_in_schema=False)
     async def engine() -> JSONResponse:
-        return JSONResponse(_engine(service, examples))
+        manifest = service.llm.engine.manifest
+        able = [m for m in METHODS.values() if m.serves(manifest.drafter_kind)]
+        return JSONResponse(
+            {
+                "model": service.model_name,
+                "backend": manifest.backend,
+                "chat": bool(service.llm.tokenizer.chat_template),
+                "methods": [{"name": method.name, "drafts": method.drafts} for method in able],
+                "max_tree_budget": manifest.limits.max_tree_budget,
+                "max_seq_len": manifest.limits.max_seq_len,
+                "examples": examples.prompts if examples else [],
+                "knows": examples.knows if examples else None,
+            }
+        )
 
     @app.post(f"{PATH}/rounds", include_in_schema=False)
     async def rounds(request: Request) -> Response:
         return await _rounds(service, request, await read(request, PlaygroundRequest))
-
-
-def _engine(service: Service, examples: Examples | None) -> dict[str, Any]:
-    """What the page shows and offers."""
-    manifest = service.llm.engine.manifest
-    return {
-        "model": service.model_name,
-        "backend": manifest.backend,
-        "chat": bool(service.llm.tokenizer.chat_template),
-        "methods": [{"name": m.name, "drafts": m.drafts} for m in METHODS.values() if m.serves(manifest.drafter_kind)],
-        "max_tree_budget": manifest.limits.max_tree_budget,
-        "max_seq_len": manifest.limits.max_seq_len,
-        "examples": examples.prompts if examples else [],
-        "knows": examples.knows if examples else None,
-    }
 
 
 async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
@@ -103,9 +95,10 @@ async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -
     warning of a machine that was busy before the answer began."""
     messages = [message.for_template() for message in body.messages]
     if service.llm.tokenizer.chat_template:
-        ids = await service.encode_chat(messages, body.chat_template_kwargs)
+        text = await service.render(messages, body.chat_template_kwargs)
     else:
-        ids = await service.encode(messages[-1]["content"], "messages")
+        text = messages[-1]["content"]
+    ids = await service.encode(text, "messages")
     given = body.sampling()
     params = service.params(given, service.max_seq_len - len(ids), {})
     if params.structured is not None:
@@ -125,9 +118,48 @@ async def _events(service: Service, submission: Submission, seen: deque[Round]) 
         yield event(
             {
                 "text": output.text,
-                "rounds": [round_record(service.texts, seen.popleft()) for _ in range(len(seen))],
-                "figures": figures(part.metrics),
+                "rounds": [_round(service.texts, seen.popleft()) for _ in range(len(seen))],
+                "figures": _figures(part.metrics),
                 "finish_reason": finish_reason(output.finish_reason),
                 "busy": busy,
             }
         )
+
+
+def _round(texts: TokenTexts, round_: Round) -> dict[str, Any]:
+    """A round as {root, nodes, path, emitted, decision}; seconds.
+
+    `root` is the bonus token's text. A node is [text, parent, probability]: parent 0 is the root, i > 0 the node at
+    place i − 1; the probability is the drafter's, of the whole prefix. `path` are the accepted nodes, counted like
+    parents; `emitted` the texts that the round added to the output; `decision` why an automatic budget chose the size.
+    """
+    tree, why, path = round_.tree, round_.decision, [node for node in round_.path.tolist() if node]
+    tokens, parents, weights = tree.token_ids.tolist(), tree.parents.tolist(), tree.log_weights.tolist()
+
+    def text(token: int) -> str:
+        return texts.of(token)[0]
+
+    return {
+        "root": text(round_.root_token),
+        "nodes": [
+            [text(token), parent, round(math.exp(weight), 4)]
+            for token, parent, weight in zip(tokens, parents[1:], weights, strict=True)
+        ],
+        "path": path,
+        "emitted": [text(token) for token in [*(tokens[node - 1] for node in path), round_.next_token]],
+        "decision": why and {**why._asdict(), "expected_gain": why.expected_gain},
+    }
+
+
+def _figures(metrics: RequestMetrics) -> dict[str, Any]:
+    """The figures of a request so far; seconds, and tokens per second."""
+    return {
+        "output_tokens": metrics.output_tokens,
+        "rounds": metrics.rounds,
+        "tokens_per_round": metrics.mean_acceptance_length,
+        "drafted_tokens": metrics.drafted_tokens,
+        "accepted_tokens": metrics.accepted_tokens,
+        "time_to_first_token_s": metrics.time_to_first_token_s,
+        "decode_tokens_per_s": metrics.decode_tokens_per_s,
+        "stage_s": dict(metrics.stage_s),
+    }

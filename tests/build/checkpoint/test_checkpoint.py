@@ -13,7 +13,6 @@ from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, rando
 
 from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
-from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
 
 # What is read
@@ -44,17 +43,6 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", weights, "bf16")
     got = load_checkpoint(tmp_path).tensor(EMBEDDING)
     np.testing.assert_array_equal(got.view(np.uint32).reshape(-1), finite)
-
-
-def test_drafter_and_its_dims(tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(make_drafter(tmp_path, dtype="bf16", shards=2))
-    dims = checkpoint.dims
-    assert isinstance(dims, DFlashDims) and checkpoint.kind.name == "dflash"
-    assert (dims.block_size, dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (4, 95, (0, 2), 3)
-    assert checkpoint.tensor("fc.weight").shape == (32, 64)
-    assert "lm_head.weight" not in checkpoint.tensors
-    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
-        checkpoint.tensor("lm_head.weight")
 
 
 def test_a_plain_checkpoint_is_an_autoregressive_drafter(tmp_path: Path) -> None:
@@ -147,8 +135,3 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     write_safetensors(tmp_path / "model.safetensors", weights, "fp32")
     assert "lm_head.weight" not in load_checkpoint(tmp_path).tensors
-
-
-def test_taps_that_the_weights_are_not_for(tmp_path: Path) -> None:
-    section = {"target_layer_ids": [0, 1, 2], "mask_token_id": 1}
-    assert "fc.weight has shape [32, 64]" in refusal(make_drafter(tmp_path, config={"dflash_config": section}))

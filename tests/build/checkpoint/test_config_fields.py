@@ -7,42 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
 
-# As the hub has them for Qwen3-8B and its DFlash drafter; the 4B models differ in sizes and tied tables.
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_4B = {**QWEN3_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "targets"
+
+
+def published(name: str) -> dict[str, Any]:
+    """The config.json of a target as the hub has it."""
+    config: dict[str, Any] = json.loads((FIXTURES / f"{name}.json").read_text())
+    return config
+
+
+QWEN3_8B = published("qwen3-8b")
 DFLASH_8B: dict[str, Any] = {
     **{name: value for name, value in QWEN3_8B.items() if name != "torch_dtype"},
     "architectures": ["DFlashDraftModel"],
@@ -72,10 +51,27 @@ def refusal(path: Path, config: dict[str, Any]) -> str:
     return message
 
 
-@pytest.mark.parametrize(("config", "hidden"), [(QWEN3_8B, 4096), (QWEN3_4B, 2560)])
-def test_published_targets(tmp_path: Path, config: dict[str, Any], hidden: int) -> None:
-    dims = read(tmp_path, config).dims
-    assert (dims.hidden_size, dims.num_layers, dims.rope_theta, dims.max_positions) == (hidden, 36, 1e6, 40960)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "theta", "positions", "scaling"),
+    [
+        ("llama-3.1-8b", 128, 5e5, 131072, "llama3"),
+        ("smollm2-135m", 64, 1e5, 8192, None),
+        ("mistral-7b-v0.3", 128, 1e6, 32768, None),
+        ("qwen2.5-7b-long", 128, 1e6, 131072, "yarn"),  # with the scaling that its model card recommends for long texts
+        ("qwen3-8b", 128, 1e6, 40960, None),
+    ],
+)
+def test_published_targets(
+    tmp_path: Path, name: str, head_dim: int, theta: float, positions: int, scaling: str | None
+) -> None:
+    config = published(name)
+    found = read(tmp_path, config)
+    dims, kind = found.dims, config["model_type"]
+    assert (dims.hidden_size, dims.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
+    assert (dims.head_dim, dims.rope_theta, dims.max_positions) == (head_dim, theta, positions)
+    assert (dims.rope_scaling and dims.rope_scaling.rope_type) == scaling
+    assert (dims.qk_norm, dims.qkv_bias) == (kind == "qwen3", kind == "qwen2")
+    assert found.tied == config["tie_word_embeddings"] and found.stop_token_ids
 
 
 @pytest.mark.parametrize("config", [DFLASH_8B, DFLASH_4B])
@@ -84,15 +80,6 @@ def test_published_drafters(tmp_path: Path, config: dict[str, Any]) -> None:
     assert isinstance(dims, DFlashDims)
     assert (dims.block_size, dims.mask_token_id, dims.num_target_layers, dims.num_layers) == (16, 151669, 36, 5)
     assert dims.tap_layers == (1, 9, 17, 25, 33)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_the_installed_transformers_writes(tmp_path: Path, whole: bool) -> None:
-    """Every field of its configuration, or those that differ from its defaults."""
-    config = Qwen3Config(num_hidden_layers=2, num_key_value_heads=4, eos_token_id=[5, 6], bos_token_id=1)
-    config.architectures = ["Qwen3ForCausalLM"]
-    loaded = read(tmp_path, json.loads(config.to_json_string(use_diff=not whole)))
-    assert loaded.stop_token_ids == (5, 6) and loaded.dims.num_layers == 2
 
 
 def test_every_base_field_of_transformers_4(tmp_path: Path) -> None:

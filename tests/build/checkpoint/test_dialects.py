@@ -250,11 +250,6 @@ def test_unusable_layouts_of_speculators(tmp_path: Path, changes: dict[str, Any]
     assert message in refusal(tmp_path)
 
 
-def test_a_markov_head_with_a_state(tmp_path: Path) -> None:
-    make_dialect(tmp_path, "deepspec", {"markov_head_type": "rnn"})
-    assert "markov_head_type must be 'vanilla' or 'gated', found 'rnn'" in refusal(tmp_path)
-
-
 def test_a_mask_with_an_embedding_of_its_own(tmp_path: Path) -> None:
     (make_dialect(tmp_path, "zlab") / "mask_embedding.pt").write_bytes(b"")
     assert "has mask_embedding.pt" in refusal(tmp_path)

@@ -68,7 +68,7 @@ def opened(file: Path) -> Any:
     checkpoint, folder = load_checkpoint(file), file.parent / "engine"
     folder.mkdir()
     size = checkpoint.dims.vocab_size
-    copy_tokenizer(find_tokenizer(file, size), file, checkpoint.stop_token_ids, folder)
+    copy_tokenizer(find_tokenizer(file), file, checkpoint.stop_token_ids, folder)
     return open_tokenizer(folder, file, size)
 
 
@@ -183,15 +183,15 @@ def test_other_tokenizers_are_refused(
 ) -> None:
     file = write(tmp_path, words_of(trained, **{"pre": "gpt-2", **changes}))
     with pytest.raises(CheckpointError) as caught:
-        find_tokenizer(file, SIZE)
+        find_tokenizer(file)
     assert message in str(caught.value) and str(caught.value).endswith(f"; {ADVICE}")
 
 
 def test_more_tokens_than_rows(trained: Tokenizer, tmp_path: Path) -> None:
     metadata = words_of(trained, "gpt-2")
     file = make_gguf(make_target(tmp_path / "t", vocab_size=600), tmp_path / "m.gguf", metadata=metadata)
-    with pytest.raises(CheckpointError, match=r"has token 699, the target's vocab_size is 600; use the tokenizer"):
-        find_tokenizer(file, 600)
+    with pytest.raises(CheckpointError, match=r"has token 699, the target's vocab_size is 600; fetch the tokenizer"):
+        opened(file)
 
 
 def test_merges_of_no_tokens(trained: Tokenizer, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ddtree_trt.build.presets import find_preset
 from ddtree_trt.build.sources import HubSource, InstalledSource, LocalSource, PackagedSource, named_source
 from ddtree_trt.errors import CheckpointError, MissingDependency
 from ddtree_trt.models.families import LLAMA
-from workbench.peers.base import find_checkpoints
+from workbench.peers.base import PeerContext
 
 COMMIT, OTHER = "c" * 40, "d" * 40
 SMOLLM2 = "smollm2-135m"
@@ -39,6 +39,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
 
     def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any) -> str:
         asked.append((repository, revision))
+        assert not any(pattern.endswith(".py") or pattern == "*" for pattern in allow_patterns)
         return str(homes[repository])
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
@@ -77,7 +78,7 @@ def test_a_pair_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path, cl
     assert (manifest.drafter.name, manifest.drafter.revision) == ("mine/drafter", OTHER)
     again = f"--checkpoint mine/target@{COMMIT} --drafter mine/drafter@{OTHER}"
     assert again in rebuild_command(Path("engines/target"), manifest)
-    found = find_checkpoints(manifest, "mine/target", str(tmp_path / OTHER))
+    found = PeerContext(Path(), manifest, 1, "mine/target", str(tmp_path / OTHER)).checkpoints()
     assert [path.name for path in found] == [COMMIT, OTHER]
 
 

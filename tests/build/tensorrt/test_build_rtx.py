@@ -20,12 +20,11 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.backends.base import BuilderOptions
-from ddtree_trt.build.backends.tensorrt import gpus, rtx
+from ddtree_trt.build.backends.tensorrt import backend as rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device.buffers import ALIGNMENT, CacheShape
-from ddtree_trt.device.gpus import Gpu
-from ddtree_trt.device.rtx_kinds import KINDS
-from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.device.gpus import KINDS, Gpu
+from ddtree_trt.device.libraries import import_tensorrt
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 
 PLANS = ("target.plan", "drafter.plan", "compaction.plan")
@@ -46,8 +45,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def has(patch: pytest.MonkeyPatch, *capabilities: str) -> None:
     """This machine has GPUs of these compute capabilities."""
     found = tuple(Gpu(f"GPU {number}", "580.1", "24000 MiB", sm) for number, sm in enumerate(capabilities))
-    for module in (gpus, rtx):
-        patch.setattr(module, "find_gpus", lambda: found)
+    patch.setattr(rtx, "find_gpus", lambda: found)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
+from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
 from ddtree_trt.plugins import library
@@ -189,7 +189,7 @@ import os, sys
 from pathlib import Path
 import tensorrt_lean_bindings as lean
 
-from ddtree_trt.device.tensorrt_library import load_plugins, make_log
+from ddtree_trt.device.libraries import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
 log = make_log(lean)
@@ -225,25 +225,17 @@ def test_the_plugins_are_loaded_into_a_real_registry(tmp_path: Path) -> None:
 # Profiles
 
 
-def test_one_profile_in_place_of_two() -> None:
-    limits = Limits(max_tree_budget=40, prefill_chunk=256, max_batch=2)
-    both = tensorrt_profiles.target_sizes(limits)
-    assert tensorrt_profiles.covering(both) == {"N": (1, 1, 2), "T": (1, 41, 256), "R": (1, 41, 512)}
-    assert tensorrt_profiles.covering(both[:1]) == both[0]
-    drafter = tensorrt_profiles.covering(tensorrt_profiles.drafter_sizes(limits, 16))
-    assert drafter == {"N": (1, 1, 2), "C": (1, 8, 256), "C+block": (17, 24, 272)}
-
-
 def test_profiles_cover_every_limit() -> None:
+    limits = Limits(max_tree_budget=40, prefill_chunk=256, max_batch=2)
+    assert tensorrt_profiles.target_sizes(limits) == {"N": (1, 1, 2), "T": (1, 41, 256), "R": (1, 41, 512)}
+    assert tensorrt_profiles.drafter_sizes(limits, 16) == {"N": (1, 1, 2), "C": (1, 8, 256), "C+block": (17, 24, 272)}
     for limits in (Limits(), Limits(max_tree_budget=0, max_batch=1), Limits(max_tree_budget=4000, prefill_chunk=64)):
-        for sizes in (*tensorrt_profiles.target_sizes(limits), *tensorrt_profiles.drafter_sizes(limits, 16)):
-            assert all(smallest <= tuned <= largest for smallest, tuned, largest in sizes.values())
-            assert sizes["N"][2] == limits.max_batch
-        verify, prefill = tensorrt_profiles.target_sizes(limits)
-        assert verify["T"][2] == 1 + limits.max_tree_budget and prefill["T"][2] == limits.prefill_chunk
-        draft, context = tensorrt_profiles.drafter_sizes(limits, 16)
-        assert draft["C"][2] == 16 and context["C"][2] == max(limits.prefill_chunk, 16)
-        assert np.subtract(context["C+block"], context["C"]).tolist() == [16, 16, 16]
+        target, drafter = tensorrt_profiles.target_sizes(limits), tensorrt_profiles.drafter_sizes(limits, 16)
+        for smallest, tuned, largest in (*target.values(), *drafter.values()):
+            assert smallest <= tuned <= largest
+        assert target["T"][2] == max(1 + limits.max_tree_budget, limits.prefill_chunk)
+        assert drafter["C"][2] == max(limits.prefill_chunk, 16)
+        assert np.subtract(drafter["C+block"], drafter["C"]).tolist() == [16, 16, 16]
 
 
 @pytest.mark.parametrize("budget", [0, 256])
@@ -251,8 +243,7 @@ def test_no_profile_is_larger_than_a_cache(budget: int) -> None:
     """The plugin refuses a T that could not fit."""
     for length in (2, 12, 300):
         limits = Limits(max_seq_len=length, max_tree_budget=budget)
-        for sizes in tensorrt_profiles.target_sizes(limits):
-            assert sizes["T"][2] <= limits.cache_rows
-        for sizes in tensorrt_profiles.drafter_sizes(limits, 16):
-            assert sizes["C"][0] <= sizes["C"][1] <= sizes["C"][2]
-            assert sizes["C+block"][2] <= limits.cache_rows
+        assert tensorrt_profiles.target_sizes(limits)["T"][2] <= limits.cache_rows
+        sizes = tensorrt_profiles.drafter_sizes(limits, 16)
+        assert sizes["C"][0] <= sizes["C"][1] <= sizes["C"][2]
+        assert sizes["C+block"][2] <= limits.cache_rows

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from checkpoints import make_drafter, make_pair, make_target
 from quantized import quantize
-from real_tensorrt import WrongCall
-from tensorrt_builds import BUILDER_MODULE, DIMS, NO_DRIVER, SOURCE, SUCCESS, Machine, build, refused
+from tensorrt_builds import DIMS, NO_DRIVER, SUCCESS, Machine, build, refused
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.graph.lowering_native import NativeGraph
+from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 from ddtree_trt.plugins import ABI
 
@@ -75,31 +72,6 @@ def test_a_timing_cache_that_cannot_be_used(with_plugins: Machine, tmp_path: Pat
     assert with_plugins.fake is not None
     with_plugins.fake.timing_cache = state
     refused(tmp_path, BuildError, "refuses the timing cache", "delete the file")
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "error"),
-    [
-        ("ignore_mismatch=False", "strict=True", WrongCall),
-        ("config.get_timing_cache()", "config.timing_cache()", AttributeError),
-    ],
-)
-def test_a_name_tensorrt_has_not_is_seen_by_the_fake(
-    with_plugins: Machine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    right: str,
-    wrong: str,
-    error: type[Exception],
-) -> None:
-    """Seeded mistakes in what only the fake runs."""
-    source = SOURCE.read_text(encoding="utf-8")
-    assert right in source
-    module = ModuleType(BUILDER_MODULE)
-    exec(compile(source.replace(right, wrong), SOURCE.name, "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, BUILDER_MODULE, module)
-    with pytest.raises(error):
-        build(tmp_path / "e")
 
 
 # What TensorRT refuses, in its own words
@@ -226,9 +198,3 @@ def test_heads_without_a_kernel_of_ours_are_native(machine: Machine, tmp_path: P
 
 def test_precisions(machine: Machine, tmp_path: Path) -> None:
     refused(tmp_path, UsageError, "the tensorrt backend computes in bf16, fp16", precision="fp32")
-
-
-def test_options_are_tensorrts(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^--attention is for --backend tensorrt, not for onnxruntime; leave it out"):
-        compile_engine(BuildRequest(target="tiny", output=tmp_path / "e", attention="native"))
-    assert list(tmp_path.iterdir()) == []

@@ -9,21 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
-from checkpoints import make_drafter, make_target
 from lowered import needs_opset_24
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto
-from real_graphs import Graphs
+from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.ops import Attention
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import TransformerDims
@@ -129,16 +123,3 @@ def run(model: ModelProto, floats: str, x: NDArray[Any], others: dict[str, NDArr
         feed[names.TREE_MASK] = np.zeros((2, 5, 1), np.int32)
     (y,) = session.run(None, feed)
     return y
-
-
-@pytest.mark.parametrize("floats", ["float16", "bfloat16"])
-def test_checker_and_strict_shape_inference(floats: str, tmp_path: Path) -> None:
-    pair = load_checkpoint(make_target(tmp_path / "t", **DIMS)), load_checkpoint(make_drafter(tmp_path / "d", **DIMS))
-    lowered = Graphs(tmp_path, NativeGraph, floats, LIMITS)
-    for path, model in (lowered.target(pair[0], (0, 2)), lowered.drafter(*reversed(pair))):
-        onnx.checker.check_model(str(path), full_check=True)
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-        known = {v.name: v.type.tensor_type for v in (*inferred.graph.value_info, *inferred.graph.output)}
-        for node in inferred.graph.node:
-            if node.op_type in ("Attention", "TensorScatter", "MatMul"):
-                assert known[node.output[0]].elem_type == getattr(TensorProto, floats.upper())

@@ -20,7 +20,7 @@ from quantized import ALGORITHMS, CASES, EVERY, GROUP, LEFT, projections, quanti
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import make_target, make_variant, reading_variant
 from dflash_truth import DFlash
 from engine_files import make_manifest
-from lowered import SUPPORTED, LoweredPair, needs_opset_24
+from lowered import LoweredPair, needs_opset_24
 from numerics import Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact import tensors as names
@@ -22,14 +22,11 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
-from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.device.buffers import DRAFTER_EMBEDDING, DRAFTER_HEAD, tensorrt_buffers
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.plugins import library
-from ddtree_trt.runtime.engines.tensorrt.tables import Tables
+from ddtree_trt.runtime.engines.tensorrt.opening import Tables
 
 WINDOW = 12
 LIMITS = Limits(max_seq_len=128, max_batch=2, max_tree_budget=40, prefill_chunk=48)
@@ -101,16 +98,6 @@ def test_rounds(lowering: type[TensorRtGraph], fields: dict[str, Any], tmp_path:
             lowered.commit(slot, path)
             tokens += tree.token_ids[path].tolist()
         draft(1, 0)
-
-
-@needs_opset_24
-@pytest.mark.parametrize("fields", [NATIVE["mixed"], BOTH["causal"]], ids=["mixed", "causal"])
-def test_only_operators_that_tensorrt_has(fields: dict[str, Any], tmp_path: Path) -> None:
-    target, drafter = load_pair(tmp_path, fields)
-    with WeightFile(tmp_path / "weights.bin") as sink:
-        graph = drafter.kind.load("graph")(NativeGraph("drafter", sink, "bfloat16"), drafter, target, LIMITS)
-    later = {"Attention", "RMSNormalization", "RotaryEmbedding", "Swish", "TensorScatter"}
-    assert {node.op_type for node in graph.graph.node} <= SUPPORTED | later
 
 
 def test_windows_take_native_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

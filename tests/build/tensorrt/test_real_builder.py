@@ -13,12 +13,10 @@ from real_graphs import DIMS, LIMITS, ONE_SLOT, TAPS, Graphs
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
-from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
+from ddtree_trt.build.backends.tensorrt.plan import mend_attentions
+from ddtree_trt.build.backends.tensorrt.plans import drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.lowering_native import KEY_LENGTHS, NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS, NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import BuildError

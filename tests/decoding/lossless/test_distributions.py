@@ -289,7 +289,7 @@ class Remembering:
     seconds. A drafter that draws is asked anew every time.
     """
 
-    threads, rounds, buckets, foresee, batches = 1, None, None, None, False
+    threads, rounds, buckets, lookahead, batches = 1, None, None, None, False
 
     def __init__(self, engine: Engine, lies: str) -> None:
         self.manifest = engine.manifest
@@ -317,7 +317,7 @@ class Remembering:
     def warm_up(self, progress: object = None) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:

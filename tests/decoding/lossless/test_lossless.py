@@ -135,19 +135,19 @@ def test_nodes_that_are_not_allowed_are_not_verified() -> None:
 # Rows in place
 
 
-def test_what_is_foreseen_costs_no_rounds() -> None:
+def test_a_lookahead_costs_no_rounds() -> None:
     """Where the rows are right after all, tokens come a round later, and at the end that may take one round more."""
     target, rounds = MarkovTarget(vocab_size=V, seed=1), []
     params = SamplingParams(method="ddtree", tree_budget=8, max_tokens=60, seed=2, temperature=1.0)
     for made in (ScriptedEngine(target, Good(target)), InPlaceEngine(target, Good(target), wrong_every=0)):
         generate(made, PROMPT, params)
         rounds.append(verbs(made)["verify"])
-    assert isinstance(made, InPlaceEngine) and made.foreseen_tokens > 5
+    assert isinstance(made, InPlaceEngine) and made.lookahead_tokens > 5
     assert rounds[0] <= rounds[1] <= rounds[0] + 1
 
 
 def test_an_automatic_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one in which a foreseen token was not confirmed: its draft was for nothing, and is no evidence."""
+    """Also one in which a lookahead token was not confirmed: its draft was for nothing, and is no evidence."""
     shown: list[tuple[list[int], bool]] = []
 
     def observe(budget: object, decision: object, tree: DraftTree, path: np.ndarray, *, ends: bool = False) -> None:
@@ -170,4 +170,4 @@ def test_chains_leave_nothing_to_foresee() -> None:
     for method in ("ar", "dflash", "dflash-sample"):
         made = InPlaceEngine(target, Good(target))
         generate(made, PROMPT, SamplingParams(method=method, max_tokens=40, seed=3, temperature=1.0))
-        assert made.foreseen_tokens == 0
+        assert made.lookahead_tokens == 0

@@ -15,7 +15,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import Drafter, Pass, check_up_to_date, draft_all
-from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
 
 VOCAB, CHUNK = 11, 3

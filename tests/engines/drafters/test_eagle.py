@@ -15,7 +15,8 @@ from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
-from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.tree import DraftTree, best_tree
 
 K = 4
 
@@ -24,8 +25,8 @@ def never(*_: object) -> DrawnFrom:
     raise AssertionError("a tree's drafter draws nothing")
 
 
-def request(bonus: int, *, width: int = 3, length: int = 4, policy: str = "eagle2", slot: int = 0) -> DraftRequest:
-    return DraftRequest(slot, bonus, K, length, never, width, anywhere=policy == "heap")
+def request(bonus: int, *, length: int = 4, slot: int = 0) -> DraftRequest:
+    return DraftRequest(slot, bonus, K, length, never)
 
 
 class Scripted:
@@ -66,11 +67,11 @@ def candidates(path: tuple[int, ...], k: int) -> tuple[NDArray[np.float32], NDAr
     return np.log(probs + 1e-9).astype(np.float32), rng.permutation(16)[:k].astype(np.int32)
 
 
-def drafted(bonus: int, **options: Any) -> tuple[LinkedRows, Scripted]:
+def drafted(bonus: int, *, width: int = 3, length: int = 4) -> tuple[LinkedRows, Scripted]:
     network = Scripted()
-    drafter = EagleDrafter(network, 64, 64)
+    drafter = EagleDrafter(network, 64, 64, width)
     drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
-    (draft,) = drafter.draft([request(bonus, **options)])
+    (draft,) = drafter.draft([request(bonus, length=length)])
     assert isinstance(draft.candidates, LinkedRows)
     return draft.candidates, network
 
@@ -96,7 +97,14 @@ def paths_of(rows: LinkedRows, bonus: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def expanded_of(bonus: int, *, width: int, length: int, policy: str) -> list[set[tuple[int, ...]]]:
+def paths_within(tree: DraftTree, bonus: int) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [(bonus,)]
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents[1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+def expanded_of(bonus: int, *, width: int, length: int) -> list[set[tuple[int, ...]]]:
     """The nodes each pass expands, by the rules themselves."""
     weights: dict[tuple[int, ...], float] = {
         (bonus, int(t)): float(p) for p, t in zip(*candidates((bonus,), K), strict=True)
@@ -104,9 +112,7 @@ def expanded_of(bonus: int, *, width: int, length: int, policy: str) -> list[set
     passes: list[set[tuple[int, ...]]] = []
     last = set(weights)
     for _ in range(1, length):
-        done = set().union(*passes) if passes else set()
-        pool = last if policy == "eagle2" else set(weights) - done
-        chosen = set(sorted(pool, key=lambda path: -weights[path])[:width])
+        chosen = set(sorted(last, key=lambda path: -weights[path])[:width])
         passes.append(chosen)
         last = set()
         for path in chosen:
@@ -117,12 +123,14 @@ def expanded_of(bonus: int, *, width: int, length: int, policy: str) -> list[set
     return passes
 
 
-@given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["eagle2", "heap"]))
-def test_each_pass_expands_the_most_probable(bonus: int, width: int, length: int, policy: str) -> None:
-    """Of the last level by EAGLE-2's rule, of all candidates by the heap's."""
-    rows, network = drafted(bonus, width=width, length=length, policy=policy)
-    paths_of(rows, bonus)
-    expected = expanded_of(bonus, width=width, length=length, policy=policy)
+@given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6))
+def test_each_pass_expands_the_most_probable_of_the_last_level(bonus: int, width: int, length: int) -> None:
+    """As EAGLE-2 does; its tree, the most probable of all that was drafted, is the heap's."""
+    rows, network = drafted(bonus, width=width, length=length)
+    ranked = sorted(paths_of(rows, bonus).items(), key=lambda node: -node[1])
+    for nodes in (1, 7, len(ranked)):
+        assert paths_within(best_tree(rows, nodes), bonus) == {path for path, _ in ranked[:nodes]}
+    expected = expanded_of(bonus, width=width, length=length)
     found = [
         {(*nodes.features[i], int(nodes.token_ids[i])) for i in range(nodes.first, len(nodes.token_ids))}
         for nodes in network.expanded
@@ -130,9 +138,9 @@ def test_each_pass_expands_the_most_probable(bonus: int, width: int, length: int
     assert found == expected
 
 
-@given(st.integers(0, 500), st.sampled_from(["eagle2", "heap"]))
-def test_a_row_sees_its_ancestors_and_itself(bonus: int, policy: str) -> None:
-    _, network = drafted(bonus, policy=policy)
+@given(st.integers(0, 500))
+def test_a_row_sees_its_ancestors_and_itself(bonus: int) -> None:
+    _, network = drafted(bonus)
     nodes = network.expanded[-1]
     paths = [(*feature, int(token)) for feature, token in zip(nodes.features, nodes.token_ids, strict=True)]
     for i, path in enumerate(paths):
@@ -142,12 +150,12 @@ def test_a_row_sees_its_ancestors_and_itself(bonus: int, policy: str) -> None:
 
 def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error() -> None:
     network = Scripted()
-    drafter = EagleDrafter(network, 64, 15)
+    drafter = EagleDrafter(network, 64, 15, width=3)
     drafter.append_context(0, np.array([1]), np.array([[10.0]]))
     with pytest.raises(EngineError, match=r"7 levels with 3 nodes .* need 18 rows, .* has 15"):
-        drafter.draft([request(7, width=3, length=7)])
+        drafter.draft([request(7, length=7)])
     assert not network.absorbed and not network.expanded
-    drafter.draft([request(7, width=3, length=6)])
+    drafter.draft([request(7, length=6)])
     assert len(network.expanded[-1].token_ids) == 15
 
 
@@ -176,11 +184,11 @@ def test_a_long_prompt_is_processed_as_it_comes() -> None:
     assert network.rows[0] == [(i + 1, float(i)) for i in range(9)]
 
 
-def test_foreseen_and_forgotten_tokens() -> None:
+def test_lookahead_and_forgotten_tokens() -> None:
     network = Scripted()
     drafter = EagleDrafter(network, 64, 64)
     drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
-    drafter.append_context(0, np.array([3, 4]), np.array([[30.0], [40.0]]))  # foreseen
+    drafter.append_context(0, np.array([3, 4]), np.array([[30.0], [40.0]]))  # lookahead
     drafter.draft([request(5)])
     drafter.truncate(0, 2)
     assert drafter.context_length(0) == 2

@@ -12,13 +12,14 @@ from eagle_truth import Eagle3
 from numerics import Measured, Truth, assert_close
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.models.families import QWEN2
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.tree import TokenTree
 
-K, LEVELS, WIDTH, LAYERS = 5, 4, 3, 8
+K, LEVELS, LAYERS = 5, 4, 8
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "normed-residual": {"norm_before_residual": True},
@@ -45,8 +46,8 @@ class Slot:
         self.engine.prefill(self.slot, np.array(tokens), rows="last", taps=True)
         self.tokens += tokens
 
-    def draft(self, bonus: int, policy: str) -> None:
-        request = DraftRequest(self.slot, bonus, K, LEVELS, never, WIDTH, anywhere=policy == "heap")
+    def draft(self, bonus: int) -> None:
+        request = DraftRequest(self.slot, bonus, K, LEVELS, never)
         (draft,) = self.engine.draft([request])
         rows, taps = draft.candidates, self.target(self.tokens)[1]
         assert isinstance(rows, LinkedRows)
@@ -60,7 +61,7 @@ class Slot:
             assert_close(rows.log_probs[row], found, f"{what}, by token")
             links = zip(rows.next_rows[row].tolist(), rows.token_ids[row].tolist(), strict=True)
             pending += [(next_row, [*drafted, token]) for next_row, token in links if next_row >= 0]
-        assert len(pending) == len(rows.log_probs) == 1 + WIDTH * (LEVELS - 1)
+        assert len(pending) == len(rows.log_probs) == 1 + K + EXPANDED * (LEVELS - 2)
 
     def commit(self, root: int, path: list[int], rng: np.random.Generator) -> None:
         """Verify a branching tree below `root` and keep a path of it."""
@@ -91,13 +92,13 @@ def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
         slots = [Slot(engine, n, *truth) for n in range(engine.manifest.limits.max_batch)][:2]
         for slot, size in zip(slots, (11, 1), strict=False):
             slot.prefill(rng.integers(0, 96, size).tolist())
-        for bonus, path, policy in ((5, [0, 2, 4, 5], "eagle2"), (9, [0], "heap"), (30, [0, 1], "eagle2")):
+        for bonus, path in ((5, [0, 2, 4, 5]), (9, [0]), (30, [0, 1])):
             for slot in slots:
-                slot.draft(bonus, policy)
+                slot.draft(bonus)
                 slot.commit(bonus, path, rng)
         for slot in slots:
             slot.commit(7, [0, 1, 3], rng)
-            slot.draft(8, "heap")
+            slot.draft(8)
         slots[0].engine.truncate(0, 9)
         del slots[0].tokens[9:]
         assert engine.draftable_length(0) == 9
@@ -128,6 +129,6 @@ def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
         slot = Slot(engine, 0, *truth)
         for size in (chunk, chunk, 30):
             slot.prefill(rng.integers(0, TARGET_DIMS.vocab_size, size).tolist())
-        slot.draft(3, "eagle2")
+        slot.draft(3)
     finally:
         engine.close()

@@ -16,12 +16,12 @@ from fake_trt_runtime import FakeContext
 from kernel_reference import packed_mask
 from numerics import random_tree
 
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.passes import pad_trees
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput

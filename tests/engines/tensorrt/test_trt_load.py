@@ -262,7 +262,7 @@ def test_the_head_is_on_the_device_once_more_in_float32(
     machine: Machine, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packaged target ties it to the embedding: the plan reads both, at addresses of their own."""
-    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.tables._PIECE_BYTES", piece)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.opening._PIECE_BYTES", piece)
     engine = open_engine(machine.directory)
     assert isinstance(engine, TrtEngine)
     sizes, at = engine.layout.sizes, engine._loaded.addresses

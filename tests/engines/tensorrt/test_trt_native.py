@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.buffers import CacheShape, buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
-from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
+from ddtree_trt.runtime.engines.tensorrt.model import with_idle_trees
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def committed(engine: TrtEngine, machine: Machine, slot: int) -> list[NDArray[np
         (buffers.TARGET_KV, manifest.target_dims, engine.length(slot)),
         (buffers.DRAFTER_KV, manifest.drafter_dims, engine.drafter.cache.lengths[slot]),  # type: ignore[attr-defined]
     )
-    engine.settle()
+    engine.synchronize()
     for name, dims, rows in parts:
         shape = CacheShape.of(dims, engine.limits, 4)
         memory = machine.cuda.device.view(engine._loaded.addresses[name], shape.total_bytes)

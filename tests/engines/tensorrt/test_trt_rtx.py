@@ -113,7 +113,7 @@ def test_a_directory_nobody_may_write_to(
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.kernel_cache.write_atomically", refuse)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.opening.write_atomically", refuse)
     with caplog.at_level(logging.WARNING, "ddtree_trt.tensorrt"):
         assert opened(machine) > 10
     assert f"{artifact.KERNEL_CACHE} cannot be written (Permission denied)" in caplog.text

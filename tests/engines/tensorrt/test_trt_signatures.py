@@ -14,7 +14,7 @@ from fake_trt_engine import PROMPTS, RTX, Lowerings, generate, installed
 from real_builder import rtx
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
-from ddtree_trt.device.tensorrt_library import make_log
+from ddtree_trt.device.libraries import make_log
 from ddtree_trt.runtime.llm import LLM
 
 # The shipping interfaces
@@ -62,7 +62,7 @@ def test_every_call_is_one_that_tensorrt_for_rtx_has(small_engine: Path, tmp_pat
 def check_names(real: Any) -> None:
     """What the engine reads of an ICudaEngine, and the strategies and severities that it names."""
     for name in (
-        *("get_tensor_name", "num_io_tensors", "num_optimization_profiles", "device_memory_size_v2"),
+        *("get_tensor_name", "num_io_tensors", "device_memory_size_v2"),
         *("get_tensor_shape", "create_execution_context"),
     ):
         assert hasattr(real.ICudaEngine, name)

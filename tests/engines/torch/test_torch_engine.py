@@ -16,7 +16,7 @@ from engine_builds import PACKAGED, build_torch_engine
 
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check.run import check_engine
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
@@ -88,10 +88,10 @@ def test_settling_waits_for_a_gpu_only(llm: LLM, monkeypatch: pytest.MonkeyPatch
     engine, waited = llm.engine, []
     stream = SimpleNamespace(synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    engine.settle()
+    engine.synchronize()
     assert not waited
     monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
-    engine.settle()
+    engine.synchronize()
     assert waited == [True]
 
 

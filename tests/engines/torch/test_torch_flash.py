@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import Attention, KernelAttention, Scratch
-from ddtree_trt.runtime.engines.torch.flash import OPTION, find_flash
+from ddtree_trt.runtime.engines.torch.attention import OPTION, Attention, KernelAttention, Scratch, find_flash
 
 CPU = torch.device("cpu")
 

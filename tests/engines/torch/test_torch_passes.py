@@ -14,13 +14,13 @@ from engine_builds import PACKAGED, build_torch_engine
 from numerics import Follower, Truth, path_to, random_tree
 from plugin_libraries import torch_operators
 
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.drafters.dflash.on_torch import TOP_KS
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.passes import LazyRows
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention, Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine

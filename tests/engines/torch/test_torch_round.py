@@ -18,15 +18,14 @@ from engine_builds import PACKAGED, build_torch_engine
 from plugin_libraries import torch_operators
 from torch_rounds import seed_of
 
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention
-from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
+from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.round_ops import HostOps, KernelOps
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch_rounds import seed_of
 from truth import FALSE_ALARM, chi_square
 
-from ddtree_trt.runtime.engines.torch.noise import gumbel
-from ddtree_trt.runtime.engines.torch.round_ops import HostOps
+from ddtree_trt.runtime.engines.torch.device_round import HostOps, gumbel
 
 
 def test_noise_draws_from_the_distribution() -> None:

@@ -14,21 +14,21 @@ from ddtree_trt.runtime.tree import TokenTree
 
 
 class InPlaceEngine(ScriptedEngine):
-    """Of the other rows one in `wrong_every` is wrong, with 0 none. They may not be committed; tokens that are foreseen
-    must begin the next tree."""
+    """Of the other rows one in `wrong_every` is wrong, with 0 none. They may not be committed; lookahead tokens must
+    begin the next tree."""
 
     def __init__(self, target: Target, drafter: Drafter, *, wrong_every: int = 3, **options: Any) -> None:
         super().__init__(target, drafter, **options)
-        self.foreseen_tokens = 0
+        self.lookahead_tokens = 0
         self._wrong_every = wrong_every
         self._ahead: dict[int, list[int]] = {}  # by slot: tokens the drafter has seen and the cache does not hold
         self._last: dict[int, tuple[TokenTree, int]] = {}  # by slot: the last tree, and how many nodes were committed
 
-    def foresee(self, slot: int, nodes: Array) -> None:
+    def lookahead(self, slot: int, nodes: Array) -> None:
         tree, committed = self._last[slot]
         assert nodes[0] >= committed and (np.diff(nodes) > 0).all()
         self._ahead[slot] = tree.token_ids[nodes].tolist()
-        self.foreseen_tokens += len(nodes)
+        self.lookahead_tokens += len(nodes)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         for request in requests:

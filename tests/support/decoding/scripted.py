@@ -55,7 +55,7 @@ class ScriptedEngine:
     threads = 1
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
-    foresee: Callable[[int, Array], None] | None = None
+    lookahead: Callable[[int, Array], None] | None = None
     batches = False
 
     def __init__(
@@ -171,8 +171,8 @@ class ScriptedEngine:
     def warm_up(self, progress: object = None) -> None:
         self._log("warm_up", [], 0)
 
-    def settle(self) -> None:
-        self._log("settle", [], 0)
+    def synchronize(self) -> None:
+        self._log("synchronize", [], 0)
 
     def close(self) -> None:
         pass

@@ -23,13 +23,10 @@ from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.plans import write_shared
-from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, target_sizes
+from ddtree_trt.build.backends.tensorrt.plans import drafter_sizes, target_sizes, write_shared
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.device.buffers import CacheShape, with_aligned_slots
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library
@@ -144,12 +141,11 @@ class Lowerings:
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
         (folder / artifact.COMPACTION_PLAN).write_bytes(b"the compaction's plan")
         write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
-        sizes = [target_sizes(self._limits), drafter_sizes(self._limits, self.pair.kind.block_size)]
-        target, drafter = ([covering(each)] for each in sizes)
+        target, drafter = target_sizes(self._limits), drafter_sizes(self._limits, self.pair.kind.block_size)
         engines = {
             b"the target's plan": FakeEngine("target", self.pair.target, target),
             b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter),
-            b"the compaction's plan": FakeEngine("compaction", self._compaction, [self._planes]),
+            b"the compaction's plan": FakeEngine("compaction", self._compaction, self._planes),
         }
         manifest = self._manifest(folder, plugin_library, engines.values())
         (folder / artifact.MANIFEST).write_text(manifest.to_json())

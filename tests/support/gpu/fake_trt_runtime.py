@@ -10,7 +10,7 @@ for `real_tensorrt.check_call`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
@@ -106,14 +106,14 @@ class FakeEngine:
     trt: FakeTrt
     log: ILogger
 
-    def __init__(self, name: str, lowered: Session, sizes: Sequence[dict[str, Any]]) -> None:
-        """`sizes` of each optimisation profile: dimension → range."""
+    def __init__(self, name: str, lowered: Session, sizes: Mapping[str, Any]) -> None:
+        """`sizes`: dimension → range."""
         self.name, self.session, self.types, self.sizes = name, lowered.session, lowered.types, sizes
         self.inputs = {i.name: tuple(i.shape) for i in self.session.get_inputs()}
         self.outputs = {o.name: tuple(o.shape) for o in self.session.get_outputs()}
         self._all = [*self.inputs, *self.outputs]
         self.plugins = names.SLOT_IDS in self.inputs  # whether there are plugin layers
-        self.num_io_tensors, self.num_optimization_profiles = len(self._all), len(sizes)
+        self.num_io_tensors = len(self._all)
         self.device_memory_size_v2 = WORKSPACE_BYTES
         self.contexts = 0
 
@@ -204,7 +204,7 @@ class FakeContext:
         self._changed("set_optimization_profile_async", profile, stream)
         assert stream in self._cuda.streams
         self._profile = profile
-        return 0 <= profile < len(self._engine.sizes)
+        return profile == 0
 
     def set_device_memory(self, address: int, size: int) -> None:
         self._changed("set_device_memory", address, size)
@@ -221,7 +221,7 @@ class FakeContext:
         self._changed("set_input_shape", name, shape)
         assert self._profile is not None
         self._shapes[name] = shape
-        sizes, wanted = self._engine.sizes[self._profile], self._engine.inputs[name]
+        sizes, wanted = self._engine.sizes, self._engine.inputs[name]
         return len(shape) == len(wanted) and all(
             sizes[d][0] <= n <= sizes[d][2] if isinstance(d, str) else n == d
             for n, d in zip(shape, wanted, strict=True)

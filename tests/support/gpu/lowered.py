@@ -22,8 +22,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.drafters import kind as kinds

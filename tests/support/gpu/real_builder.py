@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from onnx import ModelProto
 
-from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions, unfused_attention
-from ddtree_trt.build.backends.tensorrt.profiles import Range, profile
-from ddtree_trt.build.graph.lowering_native import ATTENTION
-from ddtree_trt.device.tensorrt_library import make_log
+from ddtree_trt.build.backends.tensorrt.plan import mend_attentions, unfused_attention
+from ddtree_trt.build.backends.tensorrt.plans import Range, profile
+from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION
+from ddtree_trt.device.libraries import make_log
 
-Sizes = Sequence[Mapping[str, Range]]  # dimension → range, of one profile each
+Sizes = Mapping[str, Range]  # dimension → range
 
 
 @cache
@@ -61,7 +61,7 @@ class RealBuilder:
         return network
 
     def build(self, path: Path, model: ModelProto, sizes: Sizes) -> Any:
-        """The network, after it became a plan with a profile for each of `sizes`. Attentions are mended."""
+        """The network, after it became a plan for these sizes. Attentions are mended."""
         network = self.parse(path)
         attentions = [node.output[0] for node in model.graph.node if node.op_type == ATTENTION]
         if attentions:
@@ -74,11 +74,11 @@ class RealBuilder:
         config = self._builder.create_builder_config()
         config.max_aux_streams = 0
         config.set_flag(self.trt.BuilderFlag.TF32)
-        for each in sizes:
-            shapes = self._builder.create_optimization_profile()
-            for tensor, (smallest, tuned, largest) in profile(model.graph.input, each).items():
-                shapes.set_shape(tensor, smallest, tuned, largest)
-            assert config.add_optimization_profile(shapes) >= 0, self.log.words()
+        if shapes := profile(model.graph.input, sizes):
+            made = self._builder.create_optimization_profile()
+            for tensor, (smallest, tuned, largest) in shapes.items():
+                made.set_shape(tensor, smallest, tuned, largest)
+            assert config.add_optimization_profile(made) >= 0, self.log.words()
         plan = self._builder.build_serialized_network(network, config)
         words = self.log.words()
         assert plan is not None, f"{unfused_attention(self.trt, network, words)} {words}"

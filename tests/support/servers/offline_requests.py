@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.replicas.requests import read_requests
+from ddtree_trt.replicas.offline import read_requests
 
 ROWS = 100  # four parts
 

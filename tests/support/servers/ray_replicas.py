@@ -61,13 +61,13 @@ class Replicas(ProcessServer):
         page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                if [*sample.labels] == ["replica"]:
+                if {*sample.labels} <= {"replica", "model_name", "engine"} and "replica" in sample.labels:
                     found.setdefault(sample.labels["replica"], {})[sample.name] = sample.value
         return {name: figures for name, figures in found.items() if "ddtree_slots" in figures}
 
     def running(self) -> dict[str, float]:
         """Sequences that run, by engine."""
-        return {name: figures["ddtree_requests_running"] for name, figures in self.figures().items()}
+        return {name: figures["vllm:num_requests_running"] for name, figures in self.figures().items()}
 
     def kill(self, replica: str) -> None:
         """Kill an engine's process."""
@@ -101,7 +101,7 @@ class Replicas(ProcessServer):
         raise AssertionError("every key leads to one engine")
 
     def _tokens(self) -> dict[str, float]:
-        return {name: figures["ddtree_generation_tokens_total"] for name, figures in self.figures().items()}
+        return {name: figures["vllm:generation_tokens_total"] for name, figures in self.figures().items()}
 
     def _any_moved(self, before: dict[str, float]) -> bool:
         return bool(self._moved(before))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ class ThreadServer:
 
     def ended(self) -> float:
         """How many sequences have ended so far, in whatever way."""
-        return sum(v for k, v in self.figures().items() if k.startswith("ddtree_requests_finished_total"))
+        return sum(v for k, v in self.figures().items() if k.startswith("vllm:request_success_total"))
 
     def chat(self, prompt: str = "hello", **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": prompt}], **fields}
@@ -179,6 +180,7 @@ class ProcessServer:
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
-    """The samples of the metrics page by name with labels."""
-    lines = client.get("/metrics").text.splitlines()
+    """The samples of the metrics page by name, with the labels in which they differ."""
+    page = re.sub(r'engine="0",(.*?)model_name="[^"]*",?', r"\1", client.get("/metrics").text)
+    lines = re.sub(r",?\}", "}", page).replace("{}", "").splitlines()
     return {k: float(v) for k, _, v in (line.rpartition(" ") for line in lines if not line.startswith("#"))}

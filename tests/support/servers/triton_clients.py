@@ -152,7 +152,7 @@ def idle(server: TritonServer, model: str) -> bool:
     """Whether no sequence of the model holds a slot or waits for one."""
     return eventually(
         lambda: (
-            metric(server, "ddtree_requests_running", model) == 0
-            and metric(server, "ddtree_requests_waiting", model) == 0
+            metric(server, "vllm:num_requests_running", model) == 0
+            and metric(server, "vllm:num_requests_waiting", model) == 0
         )
     )

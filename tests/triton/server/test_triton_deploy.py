@@ -15,7 +15,7 @@ import yaml
 
 from ddtree_trt import __version__
 from ddtree_trt.triton.export import ExportRequest, export_triton
-from ddtree_trt.triton.metrics import GAUGES
+from ddtree_trt.triton.metrics import ENGINE_GAUGES
 from tools.triton_server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,7 +58,7 @@ def test_manifests_fit_each_other() -> None:
     adapter = yaml.safe_load(one("ConfigMap", "ddtree-triton-prometheus-adapter")["data"]["config.yaml"])
     metric = autoscaler["metrics"][0]["pods"]["metric"]["name"]
     assert metric == adapter["rules"][0]["name"]["as"]
-    assert metric in GAUGES and metric in adapter["rules"][0]["seriesQuery"]
+    assert (name := metric.replace("vllm_", "vllm:")) in ENGINE_GAUGES and name in adapter["rules"][0]["seriesQuery"]
     mounted = {m["name"] for m in CONTAINER["volumeMounts"]}
     assert mounted == {v["name"] for v in POD["spec"]["volumes"]}
 

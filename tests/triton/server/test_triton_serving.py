@@ -141,7 +141,7 @@ def test_sixteen_streams_while_metrics_are_scraped(
     sampling = {"max_tokens": 96, "ignore_eos": True}
     jobs = [prompts[i % len(prompts)] for i in range(16)]
     truth = {prompt: expected(llm, prompt, **sampling) for prompt in set(jobs)}
-    before = metric(server, "ddtree_generation_tokens_total", model)
+    before = metric(server, "vllm:generation_tokens_total", model)
     names = ("time_to_first_token", "time_per_output_token", "e2e_request_latency", "request_queue_time")
     counts = {f"ddtree_{n}_seconds_count": metric(server, f"ddtree_{n}_seconds_count", model) for n in names}
     done = threading.Event()
@@ -166,7 +166,7 @@ def test_sixteen_streams_while_metrics_are_scraped(
         assert scraper.result() > 0
     assert texts == [truth[prompt] for prompt in jobs]
     assert idle(server, model)
-    grown = lambda: metric(server, "ddtree_generation_tokens_total", model) - before  # noqa: E731
+    grown = lambda: metric(server, "vllm:generation_tokens_total", model) - before  # noqa: E731
     assert eventually(lambda: grown() == 16 * sampling["max_tokens"])
     for name, count in counts.items():  # histograms of the server itself
         assert eventually(lambda name=name, count=count: metric(server, name, model) == count + 16)  # type: ignore[misc]

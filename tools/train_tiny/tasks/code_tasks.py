@@ -25,17 +25,7 @@ LIST_NAMES = "items values numbers xs data nums elements".split()
 NUMBER_NAMES = "x n value number amount num k price count".split()
 TEXT_NAMES = "text s word line string phrase".split()
 LABELS = "low high small large short long cheap dear cold hot young old weak strong slow fast".split()
-TEXTS = [
-    "hello world",
-    "level",
-    "banana split",
-    "a b c",
-    "Noon",
-    "radar",
-    "python",
-    "one two three four",
-    "Big red bus",
-]
+TEXTS = "hello world|level|banana split|a b c|Noon|radar|python|one two three four|Big red bus".split("|")
 
 
 def _loop(name: str, test: str | None, item: str) -> list[str]:
@@ -229,13 +219,4 @@ def grade_function(w: Writer) -> Answer:
     return function(w, name, steps, lambda rng: rng.choice(bounds) + rng.randint(-12, 12))
 
 
-FAMILIES: list[Family] = [
-    list_function,
-    list_function,
-    list_function,
-    number_function,
-    number_function,
-    text_function,
-    text_function,
-    grade_function,
-]
+FAMILIES: list[Family] = [*3 * [list_function], *2 * [number_function], *2 * [text_function], grade_function]

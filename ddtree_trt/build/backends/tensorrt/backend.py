@@ -1,29 +1,149 @@
-"""The TensorRT part of a build: plans compiled on this machine's GPU."""
+"""The parts of a build for TensorRT, whose plans are compiled on this machine's GPU, and for TensorRT for RTX, whose
+plans are for the GPUs of workstations and compiled on any machine."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact.backends import TENSORRT
+from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH, Backend
 from ddtree_trt.artifact.files import sha256_file
-from ddtree_trt.artifact.manifest import AttentionName, Limits
+from ddtree_trt.artifact.manifest import AttentionName, Limits, Manifest
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import BuilderOptions, Written
-from ddtree_trt.build.backends.tensorrt.machine import Machine, check_layers, check_values, examine
+from ddtree_trt.build.backends.base import Attention, BuilderOptions, Written
+from ddtree_trt.device.gpus import KINDS, UNSERVED, Gpu, find_gpus
+from ddtree_trt.device.libraries import cuda_bindings, cuda_versions, current_gpu, import_tensorrt
 from ddtree_trt.drafters.registry import kind_of
-from ddtree_trt.errors import MissingDependency, UsageError
+from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with, shown
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.plugins import library
+from ddtree_trt.plugins import LOWEST_SM, library
 
 if TYPE_CHECKING:
+    from ddtree_trt.build.checkpoint.quantization import Quantization
     from ddtree_trt.build.checkpoint.reader import Checkpoint
+
+
+LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that can build, as the manifest records it."""
+
+    trt: Any  # the module
+    cuda: str  # version of the CUDA runtime, for instance 13.0
+    driver: str  # the highest CUDA version the driver supports
+    gpu: str  # name
+    sm: int  # compute capability, 90 for 9.0
+
+    @property
+    def tensorrt(self) -> str:
+        """Version, for instance 11.4.0.106."""
+        return str(self.trt.__version__)
+
+
+def examine(attention: Attention) -> Machine:
+    """This machine, which can build engines with that attention. Raises MissingDependency for what can be installed,
+    BuildError for the rest."""
+    trt = import_tensorrt()
+    check_release(TENSORRT, trt.__version__)
+    cuda = cuda_bindings()
+    try:
+        gpu, versions = current_gpu(cuda), cuda_versions(cuda)
+    except EngineError as error:
+        raise BuildError(f"{error}; is the NVIDIA driver installed and new enough?") from error
+    if gpu is None:
+        raise BuildError(
+            "TensorRT compiles on the GPU it is for, and CUDA sees none; build on the machine with the GPU"
+        )
+    if gpu.sm < LOWEST_SM:
+        raise BuildError(
+            f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, engines need {LOWEST_SM / 10} or newer; "
+            "use --backend onnxruntime"
+        )
+    if attention == "plugin":
+        library.find(library.PLUGINS)
+    return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm)
+
+
+def check_release(backend: Backend, version: str) -> None:
+    """Raises MissingDependency where an installed version is outside of the range whose API is the one used here."""
+    if not backend.serves_release(version):
+        raise MissingDependency(
+            f"{backend.title} {version} is installed, the build needs {backend.releases_text}; "
+            f"{install_with(backend.extra)}"
+        )
+
+
+def check_layers(networks: Iterable[TransformerDims], backend: Backend) -> None:
+    """Raises UsageError for a network with layers that no lowering to TensorRT has."""
+    networks = tuple(networks)
+    for kind in map(kind_of, networks):
+        if backend.half not in kind.halves:
+            others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if b.half in kind.halves)
+            raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
+    if not backend.experts and any(dims.experts for dims in networks):
+        raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
+
+
+def sm_for_values(quantization: Quantization | None) -> int:
+    """The least compute capability, times 10, of GPUs that multiply a target's values as they are stored; 0 where all
+    do."""
+    return LOWEST_FP8_SM if quantization and quantization.format.values == "float8_e4m3fn" else 0
+
+
+def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
+    """Raises UsageError for a target quantised to values that this GPU does not multiply."""
+    lowest = sm_for_values(target.quantization)
+    if sm < lowest:
+        raise UsageError(
+            f"{target.name} is quantised to FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has "
+            f"{sm / 10}; use the checkpoint before quantisation"
+        )
+
+
+def named_kinds(names: Iterable[str]) -> tuple[str, ...]:
+    """The kinds the user named, each once. Raises UsageError for one that an engine cannot be for."""
+    for name in names:
+        if name in UNSERVED:
+            raise UsageError(f"--gpu {name} {UNSERVED[name]}")
+        if name not in KINDS:
+            raise UsageError(f"--gpu must be one of {', '.join(KINDS)}, not {shown(name)}")
+    return tuple(dict.fromkeys(names))
+
+
+def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
+    """The kinds of this machine's GPUs that an engine can be for; none where it has no GPU whose kind is known. Raises
+    BuildError where it has others only."""
+    names = _names(found)
+    served = tuple(name for name in names if name in KINDS)
+    if names and not served:
+        name, title = next(iter(names.items()))
+        raise BuildError(
+            f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
+            f"GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
+        )
+    return served
+
+
+def runs_here(manifest: Manifest) -> bool:
+    """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
+    if not BACKENDS[manifest.backend].portable:
+        return True
+    return any(kind in _names(find_gpus()) for kind in manifest.toolchain["gpus"].split())
+
+
+def _names(found: Iterable[Gpu]) -> dict[str, str]:
+    """Kind → title of those GPUs whose kind is known."""
+    known = (gpu for gpu in found if gpu.compute_capability != "unknown")
+    return {f"sm{gpu.compute_capability.replace('.', '')}": gpu.name for gpu in known}
 
 
 class TensorRtBuild:
@@ -129,3 +249,69 @@ def plans_on_disk(target: Checkpoint, drafter: Checkpoint) -> int:
     """About the bytes of an engine directory. While a network is compiled its weights are on disk twice: as the parser
     reads them, and in the plan."""
     return 2 * target.stored_bytes(2) + 2 * drafter.num_values
+
+
+class RtxBuild:
+    """`BackendBuild` for GeForce, RTX PRO and DGX Spark.
+
+    The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
+    that can run it: a plan for all of them is hardly larger than one for a single kind.
+    """
+
+    backend = TENSORRT_RTX
+    precisions = TENSORRT_RTX.builds  # every kind of GPU that is served has both
+
+    def __init__(self, options: BuilderOptions) -> None:
+        """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
+        self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
+
+    @cached_property
+    def module(self) -> Any:
+        """The product's Python module. Raises MissingDependency where it cannot be used."""
+        trt = import_tensorrt(rtx=True)
+        check_release(self.backend, trt.__version__)
+        return trt
+
+    def check_machine(self) -> None:
+        _ = self.module
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        check_layers(networks, self.backend)
+
+    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
+        return "native"
+
+    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
+        return plans_on_disk(target, drafter)
+
+    def write(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        drafter: Checkpoint,
+        limits: Limits,
+        precision: PrecisionName,
+        progress: Progress,
+    ) -> Written:
+        kinds = self._kinds_for(target)
+        from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+        from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
+
+        version = self.module.__version__
+        builder = EngineBuilder(self.module, f"{self.backend.title} {version}", progress, gpus=kinds)
+        plans = EnginePlans(target, drafter, limits, precision, "native")
+        tensors = plans.write(directory, builder, progress)
+        toolchain = {
+            TENSORRT_RTX.name: version,
+            "gpus": " ".join(kinds),
+            "python": platform.python_version(),
+            **installed_versions("numpy", "onnx"),
+        }
+        return Written(tensors, toolchain)
+
+    def _kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
+        """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
+        for kind in self._kinds:
+            check_values(target, kind, KINDS[kind])
+        lowest = sm_for_values(target.quantization)
+        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)

@@ -4,17 +4,109 @@ errors that name the node."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.build.backends.tensorrt.monitor import make_monitor
-from ddtree_trt.build.backends.tensorrt.native_attention import unfused_attention
-from ddtree_trt.build.backends.tensorrt.profiles import Profile
-from ddtree_trt.device.tensorrt_library import load_plugins, make_log
+from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS
+from ddtree_trt.device.libraries import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
+
+def make_monitor(trt: Any, stage: str, progress: Progress) -> Any:
+    """An `IProgressMonitor` that reports the steps of TensorRT's outermost phases. `raise_stopping_error()` raises what
+    `progress` raised, or a Ctrl-C, which must not pass through TensorRT; the build has then ended early."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._steps: dict[str, int] = {}  # of each outermost phase
+            self._stopped: BaseException | None = None
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if parent_phase is None:
+                self._steps[phase_name] = num_steps
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            """False ends the build."""
+            try:
+                if phase_name in self._steps:
+                    progress(f"{stage}: {phase_name}", step + 1, self._steps[phase_name])
+            except BaseException as error:
+                self._stopped = error
+            return self._stopped is None
+
+        def phase_finish(self, phase_name: str) -> None:
+            if phase_name in self._steps and self._stopped is None:
+                self.step_complete(phase_name, self._steps[phase_name] - 1)
+
+        def raise_stopping_error(self) -> None:
+            if self._stopped is not None:
+                raise self._stopped
+
+    return Monitor()
+
+
+_UNSUPPORTED = "Attention operation was not supported"  # by a fused kernel: the builder's words for it
+
+
+def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]) -> None:
+    """Set what the parser cannot say, on every attention of the parsed INetworkDefinition of the `name`.
+
+    `attentions` are the graph's attention nodes. Each reads its cache as far as it is written (`key_value_lengths`),
+    reads it as it is, without the parser's product with a scale of 1, and may not be decomposed into other layers.
+    Raises BuildError with the name of a node that did not become an attention over an updated cache.
+    """
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    makers = {layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)}
+    lengths = makers[KEY_LENGTHS].get_output(0)
+    found = {attention.name: attention for attention in _attentions(trt, network)}
+    for node in attentions:
+        attention = found.pop(node, None)
+        if attention is None:
+            raise BuildError(f"TensorRT made no attention layer of the {name}'s node {node!r}")
+        for index in (0, 1):
+            attention.set_input(index, _unscaled(trt, makers, attention.get_input(index)))
+        for index in (1, 2):
+            maker = makers.get(attention.get_input(index).name)
+            if maker is None or maker.type != trt.LayerType.KV_CACHE_UPDATE:
+                raise BuildError(f"TensorRT's attention {node!r} of the {name} does not read the cache it updates")
+        attention.key_value_lengths = lengths
+        attention.decomposable = False
+    if found:
+        raise BuildError(f"TensorRT made an attention of the {name} that its graph does not have: {min(found)!r}")
+
+
+def unfused_attention(trt: Any, network: Any, reasons: str) -> str:
+    """What a failed build says of attentions, where its reasons are that they have no fused kernel; else "". The layers
+    of a network are alike."""
+    attention = next(_attentions(trt, network), None)
+    if _UNSUPPORTED not in reasons or attention is None:
+        return ""
+    query, keys = attention.get_input(0), attention.get_input(1)
+    return (
+        f"attention {attention.name!r} has no fused kernel for {query.dtype.name} queries {list(query.shape)} over a "
+        f"cache {list(keys.shape)}"
+    )
+
+
+def _attentions(trt: Any, network: Any) -> Iterator[Any]:
+    """The network's IAttention objects."""
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # the bindings return the base class
+            yield layer.attention
+
+
+def _unscaled(trt: Any, makers: dict[str, Any], tensor: Any) -> Any:
+    """The tensor, or what the parser multiplied to make it."""
+    maker = makers.get(tensor.name)
+    return maker.get_input(0) if maker is not None and maker.type == trt.LayerType.ELEMENTWISE else tensor
+
+
+Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]  # input → shapes: least, tuned, most
 _SHOWN_ERRORS = 5  # of the parser's, in one error of ours
 
 
@@ -54,7 +146,7 @@ class EngineBuilder:
         name: str,
         graph: Path,
         plan: Path,
-        profiles: Sequence[Profile],
+        shapes: Profile,
         finish: Callable[[Any, Any], None] = lambda trt, network: None,
     ) -> dict[str, list[str]]:
         """Compile `graph` into `plan` and return the names of its inputs and outputs, in order.
@@ -70,7 +162,7 @@ class EngineBuilder:
         for tensor in (*inputs, *outputs):
             tensor.allowed_formats = 1 << int(self._trt.TensorFormat.LINEAR)
         monitor = make_monitor(self._trt, f"build {name}", self._progress)
-        config = self._config(name, profiles, monitor)
+        config = self._config(name, shapes, monitor)
         serialized = self._builder.build_serialized_network(network, config)
         monitor.raise_stopping_error()
         if serialized is None:
@@ -92,7 +184,7 @@ class EngineBuilder:
             raise BuildError(f"{self._title} cannot parse the {name}: {reasons}")
         return network
 
-    def _config(self, name: str, profiles: Sequence[Profile], monitor: Any) -> Any:
+    def _config(self, name: str, shapes: Profile, monitor: Any) -> Any:
         trt, config = self._trt, self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
         # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
@@ -107,19 +199,16 @@ class EngineBuilder:
             for index, gpu in enumerate(self._gpus):
                 if not config.set_compute_capability(getattr(trt.ComputeCapability, gpu.upper()), index):
                     raise BuildError(f"{self._title} does not compile for {gpu}: {self._log.words()}")
-        for index, shapes in enumerate(profiles):
-            self._add_profile(name, config, index, shapes)
+        if shapes:
+            profile = self._builder.create_optimization_profile()
+            for tensor, (smallest, tuned, largest) in shapes.items():
+                profile.set_shape(tensor, smallest, tuned, largest)
+            if config.add_optimization_profile(profile) != 0:
+                raise BuildError(f"{self._title} refuses the shapes of the {name}: {self._log.words()}")
         if self._timing_cache is not None:
             self._give_timing_cache(config, self._timing_cache)
         config.progress_monitor = monitor
         return config
-
-    def _add_profile(self, name: str, config: Any, index: int, shapes: Mapping[str, Any]) -> None:
-        profile = self._builder.create_optimization_profile()
-        for tensor, (smallest, tuned, largest) in shapes.items():
-            profile.set_shape(tensor, smallest, tuned, largest)
-        if config.add_optimization_profile(profile) != index:
-            raise BuildError(f"{self._title} refuses optimisation profile {index} of the {name}: {self._log.words()}")
 
     def _give_timing_cache(self, config: Any, path: Path) -> None:
         cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")

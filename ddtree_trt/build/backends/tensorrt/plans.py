@@ -1,9 +1,10 @@
-"""The files of an engine of plans: its networks compiled one by one, and the tables that both networks read."""
+"""The files of an engine of plans: its networks compiled one by one, each for ranges of shapes, and the tables both
+read."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,9 @@ from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
-from ddtree_trt.build.backends.tensorrt import profiles
-from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
-from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, Profile, mend_attentions
 from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
-from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, NativeGraph, PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.buffers import CacheShape
@@ -29,10 +27,45 @@ from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.errors import BuildError
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, ValueInfoProto
 
     from ddtree_trt.build.checkpoint.reader import Checkpoint
     from ddtree_trt.build.graph.ops import Sink
+
+
+Range = tuple[int, int, int]  # smallest, tuned for, largest
+_TUNED_TREE = 64  # tokens: where automatic budgets end up when verifying costs what reading the weights costs
+
+
+def target_sizes(limits: Limits) -> dict[str, Range]:
+    """Dimension → range, tuned for a decoding round. A prefill asks for the last row's logits only."""
+    slots, longest = limits.max_batch, limits.max_tokens_per_pass
+    tuned = min(_TUNED_TREE, 1 + limits.max_tree_budget)
+    return {"N": (1, 1, slots), "T": (1, tuned, longest), "R": (1, tuned, slots * longest)}
+
+
+def drafter_sizes(limits: Limits, block: int | None) -> dict[str, Range]:
+    """Dimension → range, likewise: a round has at most a block of context rows. A drafter without a block is a language
+    model and has the target's sizes."""
+    if block is None:
+        return target_sizes(limits)
+    # With the block behind them they must fit a cache, which may be shorter than a chunk.
+    round_, chunk = (min(rows, limits.max_seq_len) for rows in (block, max(limits.prefill_chunk, block)))
+    tuned = -(-round_ // 2)
+    return {"N": (1, 1, limits.max_batch), "C": (1, tuned, chunk), "C+block": (1 + block, tuned + block, chunk + block)}
+
+
+def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Profile:
+    """The shapes of every input with named dimensions, all of which are in `sizes`."""
+    shapes = {}
+    for value in inputs:
+        dims = value.type.tensor_type.shape.dim
+        if any(dim.dim_param for dim in dims):
+            ranges = [sizes[dim.dim_param] if dim.dim_param else (dim.dim_value,) * 3 for dim in dims]
+            smallest, tuned, largest = zip(*ranges, strict=True)
+            shapes[value.name] = (smallest, tuned, largest)
+    return shapes
+
 
 _TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → the table's
 
@@ -44,7 +77,7 @@ class _Network:
     name: str
     plan: str  # its file
     make: Callable[[Sink], ModelProto]
-    sizes: Sequence[dict[str, profiles.Range]]  # ranges of the named dimensions, of one profile each
+    sizes: Mapping[str, Range]  # ranges of the named dimensions
     weight_bytes: int  # about
 
 
@@ -66,7 +99,7 @@ class EnginePlans:
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder) / f"{network.name}.onnx"
                 graph = _write_graph(path, network, progress)
-                shapes = [profiles.profile(graph.graph.input, sizes) for sizes in network.sizes]
+                shapes = profile(graph.graph.input, network.sizes)
                 finish = _attention_check(self.attention, network.name, graph)
                 tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
         write_shared(directory / artifact.SHARED_WEIGHTS, self.target, self.drafter, self.precision, progress)
@@ -94,12 +127,11 @@ class EnginePlans:
         def compaction(sink: Sink) -> ModelProto:
             return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
 
-        sizes = [profiles.target_sizes(limits), profiles.drafter_sizes(limits, drafter.kind.block_size)]
-        shapes = [[profiles.covering(each)] for each in sizes]
-        moved = () if self.attention == "native" else [{PLANES: (1, 1, cache.planes)}]
+        sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
+        moved = {} if self.attention == "native" else {PLANES: (1, 1, cache.planes)}
         return [
-            _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),
-            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, shapes[1], 2 * drafter.num_values),
+            _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
+            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
             _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
         ]
 

@@ -80,12 +80,7 @@ def open_gguf(path: Path) -> GgufFiles:
         others, more = _read_header(part)
         if (found := others.get(_COUNT)) != count:
             raise _source(part).fault(f"{_COUNT} is {shown(found)}, but {count} in the first part")
-        if twins := tensors.keys() & more.keys():
-            raise _source(part).fault(f"{shown(min(twins))} is in an earlier part too")
         tensors = tensors | more
-    expected = metadata.integer("split.tensors.count", Between(0, 1 << 31), len(tensors))
-    if expected != len(tensors):
-        raise metadata.fault("split.tensors.count", f"is {expected}, but its parts hold {len(tensors)}")
     return GgufFiles(paths, metadata, tensors)
 
 
@@ -128,13 +123,21 @@ def _parse_header(file: Path, size: int, mtime_ns: int) -> tuple[dict[str, Any],
     if start == b"version ":
         raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; run: git lfs pull")
     if start[:4] != b"GGUF":
-        raise CheckpointError(
-            f"{file} is not a GGUF file: it begins with {shown(start[:4])}, not with b'GGUF'; give a GGUF file, or "
-            "the directory of a Hugging Face checkpoint"
-        )
+        problem = f"{file} is not a GGUF file: it begins with {shown(start[:4])}, not with b'GGUF'"
+        raise CheckpointError(f"{problem}; give a GGUF file, or the directory of a Hugging Face checkpoint")
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+        """The package's, which alone would count as far as a damaged file says: here nothing is behind its end."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *others: Any, **options: Any) -> Any:
+            values = super()._get(offset, dtype, count, *others, **options)
+            if len(values) != count:
+                raise ValueError(f"it goes on behind the end of the file, at byte {len(self.data)}")
+            return values
+
     try:
         with np.errstate(all="raise"):
-            reader = _bounded_reader(gguf)(file)
+            reader = Reader(file)
         if reader.byte_order != "I":
             raise source.fault("its numbers are big-endian")
         metadata = {key: _value(gguf, field) for key, field in reader.fields.items()}
@@ -142,23 +145,14 @@ def _parse_header(file: Path, size: int, mtime_ns: int) -> tuple[dict[str, Any],
         raise source.fault(" ".join(str(error).split())) from error
     tensors: dict[str, StoredTensor] = {}
     for tensor in reader.tensors:
-        _check_convertible(gguf, file, tensor)
-        shape = tuple(tensor.shape.tolist()[::-1])
-        tensors[tensor.name] = StoredTensor(file, tensor.tensor_type.name, shape, tensor.data_offset)
+        kind = tensor.tensor_type
+        try:
+            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            problem = f"{file}: {tensor.name} is stored as {kind.name}, which the installed gguf package cannot convert"
+            raise CheckpointError(f"{problem}; use a file of another type, or a newer gguf package") from error
+        tensors[tensor.name] = StoredTensor(file, kind.name, tuple(tensor.shape.tolist()[::-1]), tensor.data_offset)
     return metadata, tensors
-
-
-def _bounded_reader(gguf: Any) -> Any:
-    """The package's reader, which alone would count as far as a damaged file says: here nothing is behind its end."""
-
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        def _get(self, offset: int, dtype: Any, count: int = 1, *others: Any, **options: Any) -> Any:
-            values = super()._get(offset, dtype, count, *others, **options)
-            if len(values) != count:
-                raise ValueError(f"it goes on behind the end of the file, at byte {len(self.data)}")
-            return values
-
-    return Reader
 
 
 def _value(gguf: Any, field: Any) -> Any:
@@ -168,18 +162,6 @@ def _value(gguf: Any, field: Any) -> Any:
         return value
     # A float32 as the shortest decimal that is it: 1e-05 where a config.json has the same.
     return [float(str(np.float32(v))) for v in value] if isinstance(value, list) else float(str(np.float32(value)))
-
-
-def _check_convertible(gguf: Any, file: Path, tensor: Any) -> None:
-    """Raises CheckpointError for a tensor of a type that the package knows by its name only."""
-    kind = tensor.tensor_type
-    try:
-        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError as error:
-        raise CheckpointError(
-            f"{file}: {tensor.name} is stored as {kind.name}, which the installed gguf package cannot convert; use a "
-            "file of another type, or a newer gguf package"
-        ) from error
 
 
 def _package() -> Any:

@@ -1,7 +1,8 @@
-"""What a GGUF file's metadata says of its network, and its tensors by their Hugging Face names.
+"""What a GGUF file's metadata says of its network, and its tensors in Hugging Face's order.
 
 Metadata is read by its own keys and then checked as the config.json that says the same. Keys of the architecture that
-are not known are refused by name, as fields of a config.json are.
+are not known are refused by name, as fields of a config.json are. Scaled positions are stated by keys (linear, YaRN),
+or by a tensor of divisors (Llama 3).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
 from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFiles
-from ddtree_trt.build.checkpoint.gguf.rope import DIVISORS, SCALING, rope_scaling
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
+from ddtree_trt.models.rope_scaling import RopeScaling, scaling_entries
+from ddtree_trt.models.rotary import inverse_frequencies
 from ddtree_trt.reading import Between, Fields, shown
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
@@ -46,6 +48,29 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "rope.scale_linear": (1.0,),
 }
+_SCALING = "rope.scaling."  # begins the keys of a scaling
+DIVISORS = "rope_freqs.weight"  # float32 [D/2]: what each frequency is divided by
+_LLAMA3_POSITIONS = 8192  # of Llama 3's training, which the divisors are computed with; the default's ramp is theirs
+# Type of scaling → field of `RopeScaling` → its key.
+_SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    },
+}
+# Likewise of a scaling; None for keys that are read, or that another type uses. Converters and readers disagree on
+# whether an attention factor replaces YaRN's own or multiplies it.
+_NEUTRAL_SCALING: Mapping[str, tuple[float, ...] | None] = {
+    **dict.fromkeys(("type", "finetuned", *(key for keys in _SCALING_KEYS.values() for key in keys.values()))),
+    "attn_factor": (1,),
+    "yarn_attn_factor": (1,),
+    "yarn_ext_factor": (1, -1),  # −1: what the type has
+    "yarn_log_multiplier": (0,),
+}
 _STOP_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 
 # Architectures whose queries and keys the converter puts in the order of pairs (0, 1), (2, 3), … that llama.cpp rotates
@@ -61,13 +86,11 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     _refuse_others(metadata, architecture)
     sizes = _sizes(files, architecture)
     entries = {CONFIG_NAMES[field]: value for field, value in sizes.items()}
-    entries |= rope_scaling(files, architecture, sizes["head_dim"], sizes["rope_theta"])
+    entries |= _rope_scaling(files, architecture, sizes["head_dim"], sizes["rope_theta"])
     dims = transformer_dims(Fields(entries, metadata.source), family)
     token = Between(0, dims.vocab_size - 1)
     stops = [metadata.integer(key, token) for key in _STOP_TOKENS if metadata.has(key)]
-    return ModelConfig(
-        dims=dims, tied=_HEAD not in files.tensors, stop_token_ids=tuple(dict.fromkeys(stops)), quantization=None
-    )
+    return ModelConfig(dims=dims, tied=_HEAD not in files.tensors, stop_token_ids=tuple(dict.fromkeys(stops)))
 
 
 def _family(files: GgufFiles) -> Family:
@@ -83,14 +106,14 @@ def _family(files: GgufFiles) -> Family:
 
 
 def _refuse_others(metadata: Fields, architecture: str) -> None:
-    read = {f"{architecture}.{key}" for key in (*_KEYS.values(), "vocab_size", *_ROTARY_KEYS)}
-    neutral = {f"{architecture}.{key}": values for key, values in _NEUTRAL.items()}
+    keys: dict[str, tuple[Any, ...] | None] = dict.fromkeys((*_KEYS.values(), "vocab_size", *_ROTARY_KEYS))
+    keys |= {**_NEUTRAL, **{f"{_SCALING}{key}": values for key, values in _NEUTRAL_SCALING.items()}}
     for key, value in metadata.data.items():
-        if not key.startswith(f"{architecture}.") or key in read or value in neutral.get(key, ()):
+        name = key.removeprefix(f"{architecture}.")
+        values = keys.get(name, ())
+        if name == key or values is None or value in values:
             continue
-        if key.startswith(f"{architecture}.{SCALING}"):
-            continue  # `rope_scaling` looks at these
-        only = f"; only {neutral[key][0]!r} is" if key in neutral else ""
+        only = f"; only {values[0]!r} is" if values else ""
         raise metadata.fault(key, f"is {shown(value)}, which is not implemented{only}")
 
 
@@ -125,9 +148,47 @@ def _sizes(files: GgufFiles, architecture: str) -> dict[str, Any]:
     }
 
 
-def unused_names(files: GgufFiles) -> set[str]:
-    """Tensors that a file may have besides: the rotary embedding's, which is part of the configuration."""
-    return {DIVISORS} & set(files.tensors)
+def _rope_scaling(files: GgufFiles, architecture: str, head_dim: int, theta: float) -> dict[str, Any]:
+    """The entries of a config.json that say what the file says; none for plain rotary embedding.
+
+    Raises CheckpointError for a scaling that is not implemented, and for one stated in both ways.
+    """
+    prefix = f"{architecture}.{_SCALING}"
+    stated = _stated_scaling(files.metadata, prefix)
+    computed = _scaling_of_divisors(files, head_dim, theta)
+    if stated and computed:
+        raise files.metadata.source.fault(f"both {prefix}* and {DIVISORS} scale positions: which is it?")
+    scaling = stated or computed
+    return {"rope_scaling": scaling} if scaling else {}
+
+
+def _stated_scaling(metadata: Fields, prefix: str) -> dict[str, Any]:
+    kind = metadata.text(f"{prefix}type", "linear")  # what a factor without a type is
+    if kind not in _SCALING_KEYS:
+        raise metadata.fault(f"{prefix}type", f"is {shown(kind)}, which is not implemented; only linear and yarn are")
+    factor = metadata.data.get(f"{prefix}factor", 0 if kind == "linear" else None)
+    if kind == "none" or factor in (0, 1):  # 0 is llama.cpp's for none
+        return {}
+    kinds = get_type_hints(RopeScaling, include_extras=True)
+    used = {field: f"{prefix}{key}" for field, key in _SCALING_KEYS[kind].items()}
+    stated = {f: metadata.value(k, kinds[f]) for f, k in used.items() if f == "factor" or k in metadata.data}
+    return {"rope_type": kind, **stated}
+
+
+def _scaling_of_divisors(files: GgufFiles, head_dim: int, theta: float) -> dict[str, Any]:
+    """Llama 3.1's scaling where the tensor holds what it computes, in float32, and no entries where all are 1."""
+    if DIVISORS not in files.tensors or ((divisors := files.read(DIVISORS)) == 1).all():
+        return {}
+    largest = float(divisors.max())
+    if divisors.shape == (head_dim // 2,) and largest > 1:
+        scaling = RopeScaling("llama3", largest, _LLAMA3_POSITIONS)
+        expected = inverse_frequencies(head_dim, theta) / inverse_frequencies(head_dim, theta, scaling)
+        if np.allclose(divisors, expected, rtol=1e-4, atol=0):
+            return scaling_entries(scaling)
+    raise files.metadata.source.fault(
+        f"{DIVISORS} scales positions in another way than Llama 3.1 does ({_LLAMA3_POSITIONS} positions, 1 to 4 "
+        "rotations), which is not implemented"
+    )
 
 
 def read_tensor(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:

@@ -75,7 +75,7 @@ class OrtEngine:
         return cls(directory, manifest, options)
 
     @property
-    def foresee(self) -> Callable[[int, NDArray[np.int32]], None] | None:
+    def lookahead(self) -> Callable[[int, NDArray[np.int32]], None] | None:
         return self._learn if self.exact else None
 
     def length(self, slot: int) -> int:
@@ -120,7 +120,7 @@ class OrtEngine:
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
-            if self._drafter.context_length(slot) > self.length(slot):  # foreseen tokens, which were computed again
+            if self._drafter.context_length(slot) > self.length(slot):  # lookahead tokens, which were computed again
                 self._drafter.truncate(slot, self.length(slot))
             check_up_to_date(self._drafter, self._target.cache, slot)
             self._learn(slot, path)
@@ -137,7 +137,7 @@ class OrtEngine:
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Does nothing: sessions are initialised when they are made."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Does nothing: every call returns when its work is done."""
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.drafters import Pass
-from ddtree_trt.runtime.engines.kv import SlotCache
+from ddtree_trt.runtime.engines.passes import SlotCache
 from ddtree_trt.runtime.tree import TokenTree
 
 

@@ -50,7 +50,7 @@ class Compaction:
         if not self._network.neighbours:
             control[names.SLOT_IDS] = np.array([slot], np.int32)
         shapes = {name: array.shape for name, array in control.items()}
-        self._network.run([slot], 0, shapes, self._uploads[slot].send(control), key=slot)
+        self._network.run([slot], shapes, self._uploads[slot].send(control), key=slot)
 
     def warm_up(self, slot: int) -> None:
         """Do the one-time work of the first call for this slot, which is empty and is left as it is."""

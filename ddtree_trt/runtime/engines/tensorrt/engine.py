@@ -20,18 +20,17 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buckets import MOST_CAPTURED, buckets
-from ddtree_trt.device.buffers import CacheShape, Layout
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, Layout, buckets
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
-from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
+from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
-from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
@@ -50,7 +49,7 @@ class TrtEngine:
 
     threads = 1
     rounds = None
-    foresee = None
+    lookahead = None
     batches = True
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
@@ -127,13 +126,13 @@ class TrtEngine:
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        """A chain under a causal mask, in the profile for prompts. Not captured: a chunk's work takes longer than its
+        """A chain under a causal mask. Not captured: a chunk's work takes longer than its
         launches, and every prompt ends in a chunk of another length."""
         tokens = len(token_ids)
         tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1  # an engine computes at least one row
         request = VerifyRequest(slot, tree)
-        choices = self.target.run([request], tokens, np.arange(first, tokens), PREFILL)
+        choices = self.target.run([request], tokens, np.arange(first, tokens), captured=False)
         self._remember(request, 0, tokens)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
         wanted = choices[:0] if rows == "none" else choices
@@ -145,7 +144,7 @@ class TrtEngine:
             raise EngineError(f"a tree of {longest} tokens, the engine was built for {self.buckets[-1]}")
         tokens = next(t for t in self.buckets if t >= longest)
         passed = self.target.pass_requests(requests)
-        choices = self.target.run(passed, tokens, np.arange(len(passed) * tokens), VERIFY)
+        choices = self.target.run(passed, tokens, np.arange(len(passed) * tokens), captured=True)
         places = {request.slot: n for n, request in enumerate(passed)}
         verdicts = []
         for request in requests:
@@ -193,7 +192,7 @@ class TrtEngine:
         if self._loaded.kernel_cache is not None:
             self._loaded.kernel_cache.store()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.device.synchronize()
 
     def close(self) -> None:

@@ -15,14 +15,22 @@ from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Pass
-from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
-from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
+from ddtree_trt.runtime.engines.passes import LazyRows, SlotLengths, mask_words, pad_trees
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
-VERIFY, PREFILL = 0, 1  # optimisation profiles: trees of a round, a prompt's chunk
+_IDLE = token_chain(np.zeros(1, np.int64))
+
+
+def neighbouring(slots: Sequence[int]) -> list[int]:
+    """The slots from the first to the last of these."""
+    return list(range(min(slots), max(slots) + 1))
+
+
+def with_idle_trees(requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
+    """The requests in the order of their slots, with a tree for every idle slot between them."""
+    wanted = {r.slot: r for r in requests}
+    return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class TrtLanguageModel:
         return with_idle_trees(requests) if self.network.neighbours else requests
 
     def run(
-        self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
+        self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], *, captured: bool
     ) -> NDArray[np.int64]:
         """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`. The
         requests are in an order of `pass_requests`."""
@@ -78,8 +86,8 @@ class TrtLanguageModel:
         if at.taps is not None:
             addresses[names.TAPS] = at.taps
         shapes = {name: array.shape for name, array in control.items()}
-        key = (len(requests), tokens) if profile == VERIFY else None
-        self.network.run([r.slot for r in requests], profile, shapes, addresses, key=key)
+        key = (len(requests), tokens) if captured else None
+        self.network.run([r.slot for r in requests], shapes, addresses, key=key)
         found = at.host_results[: len(rows) * INT_BYTES]
         self._device.download(found, at.results)
         self._device.synchronize()
@@ -105,6 +113,5 @@ class TrtLanguageModel:
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """See `drafters.LanguageModel`. Passes of single tokens are captured; longer chains are a prompt's chunks."""
-        profile = VERIFY if len(tree) == 1 else PREFILL
-        choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, profile)
+        choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, captured=len(tree) == 1)
         return Pass(choices, self.logits(0, len(choices)), None)

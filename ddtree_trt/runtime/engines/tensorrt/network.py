@@ -1,10 +1,9 @@
 """One TensorRT engine: contexts, bindings, and passes captured as CUDA graphs.
 
-All contexts share one workspace, since passes follow each other on one stream. There is one context per profile for
-passes that are not captured, and one per captured graph: a change of a context's shapes changes state that its graph
-reads, and "the best practice is to use one execution context per captured graph, and to share memory across the
-contexts" (TensorRT's guide, on CUDA graphs; likewise github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs
-is bounded.
+All contexts share one workspace, since passes follow each other on one stream. There is one context for passes that are
+not captured, and one per captured graph: a change of a context's shapes changes state that its graph reads, and "the
+best practice is to use one execution context per captured graph, and to share memory across the contexts" (TensorRT's
+guide, on CUDA graphs; likewise github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs is bounded.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.device.buckets import MOST_CAPTURED
-from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape
 from ddtree_trt.device.cuda_device import Device
-from ddtree_trt.device.tensorrt_library import io_tensors
+from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 
@@ -66,7 +64,7 @@ class TrtNetwork:
         self._planes = [(names.PAST_CACHE, names.PRESENT_CACHE)] if self._whole else pairs
         self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
         self._growing = engine.get_tensor_shape(self._planes[0][0])[0] == -1
-        self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
+        self._plain: Any = None  # the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
 
     @property
@@ -77,15 +75,13 @@ class TrtNetwork:
     def run(
         self,
         slots: Sequence[int],
-        profile: int,
         shapes: Mapping[str, Shape],
         addresses: Mapping[str, int],
         *,
         key: Hashable | None = None,
     ) -> None:
         """Put one pass on the stream. `slots` of its rows: neighbours where `neighbours` is set. `shapes` of the inputs
-        that vary; `addresses` of all tensors but tables and cache. A plan with a single profile takes it for all
-        passes.
+        that vary; `addresses` of all tensors but tables and cache.
 
         With a `key` the pass is captured at its first use and launched as a graph later: equal keys must have equal
         shapes and addresses, and slots may differ. Of more than MOST_CAPTURED graphs, the pass unused longest is
@@ -93,10 +89,8 @@ class TrtNetwork:
         """
         first = slots[0] if self.neighbours else 0
         if key is None:
-            context = self._contexts.get(profile)
-            if context is None:
-                context = self._contexts[profile] = self._context(profile, captured=False)
-            self._enqueue(context, first, len(slots), shapes, addresses)
+            self._plain = self._plain or self._context(captured=False)
+            self._enqueue(self._plain, first, len(slots), shapes, addresses)
             return
         key = (first, key)
         captured = self._captured.pop(key, None)
@@ -107,21 +101,19 @@ class TrtNetwork:
             return
         if len(self._captured) == MOST_CAPTURED:
             self.shared.device.forget(self._captured.pop(next(iter(self._captured))).graph)
-        context = self._context(profile, captured=True)
+        context = self._context(captured=True)
         # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
         self._enqueue(context, first, len(slots), shapes, addresses)
         graph = self.shared.device.capture(lambda: self._execute(context))
         self._captured[key] = _Captured(graph, context, dict(addresses))
 
-    def _context(self, profile: int, *, captured: bool) -> Any:
+    def _context(self, *, captured: bool) -> Any:
         device = self.shared.device
         self.shared.log.clear()
         context = self.shared.make_context(self.engine, captured)
         if context is None:
             raise self._error("no execution context")
-        # A plan whose rows are independent has one profile, for all passes.
-        profile = min(profile, self.engine.num_optimization_profiles - 1)
-        self._check(context.set_optimization_profile_async(profile, device.stream), f"profile {profile}")
+        self._check(context.set_optimization_profile_async(0, device.stream), "the plan's profile")
         context.set_device_memory(*self.shared.workspace)
         for tensor, address in self._fixed.items():
             self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
@@ -171,5 +163,5 @@ class TrtNetwork:
     def close(self) -> None:
         """Release contexts and engine. The device owns the graphs and must have released them before."""
         self._captured.clear()
-        self._contexts.clear()
+        self._plain = None
         self.engine = None

@@ -1,4 +1,7 @@
-"""Opening a TensorRT engine directory: checks, memory, then the plans."""
+"""Opening an engine directory of TensorRT or TensorRT for RTX: checks of this machine, memory, tables, then the plans.
+
+A plan is code for one version of the library and for some kinds of GPU: of TensorRT for the one it was built on, of
+TensorRT for RTX for those it was built for."""
 
 from __future__ import annotations
 
@@ -10,21 +13,243 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.tensor_files import read_tensors
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import CacheShape, Layout, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
-from ddtree_trt.device.tensorrt_library import io_tensors, load_plugins, make_log
+from ddtree_trt.device.gpus import KINDS, UNSERVED
+from ddtree_trt.device.libraries import (
+    CurrentGpu,
+    cuda_bindings,
+    cuda_versions,
+    current_gpu,
+    import_tensorrt,
+    io_tensors,
+    load_plugins,
+    make_log,
+)
+from ddtree_trt.drafters.kind import EMBEDDING, HEAD
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.runtime.engines.tensorrt.checks import Installed, check_machine
-from ddtree_trt.runtime.engines.tensorrt.kernel_cache import KernelCache
+from ddtree_trt.files import write_atomically
+from ddtree_trt.plugins import library
+from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
-from ddtree_trt.runtime.engines.tensorrt.tables import Tables
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What an engine needs of this machine."""
+
+    trt: Any  # the module `tensorrt`, or that of TensorRT for RTX
+    cuda: Any  # the module `cuda.bindings.runtime`
+    plugins: Path | None  # the plugin library; None for native attention
+
+
+def check_machine(directory: Path, manifest: Manifest) -> Installed:
+    """What the engine needs, after all checks.
+
+    Raises MissingDependency for what is not installed, and ArtifactError, which names the difference and what to do.
+    """
+    backend = BACKENDS[manifest.backend]
+    version = manifest.toolchain.get(manifest.backend, "of an unknown version")
+    refusal = f"{directory} was built with {backend.title} {version}, which cannot be imported here"
+    trt = import_tensorrt(refusal, rtx=backend.portable)
+    cuda = cuda_bindings(backend.extra)
+    check_toolchain(directory, manifest, trt.__version__, cuda)
+    return Installed(trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest))
+
+
+def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any) -> None:
+    """Compare TensorRT's `version`, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with the
+    difference."""
+    built, backend = manifest.toolchain, BACKENDS[manifest.backend]
+
+    def refuse(what: str, expected: str, found: str, gpu: CurrentGpu | None = None) -> ArtifactError:
+        kind = "" if gpu is None else f"sm{gpu.sm}"
+        if backend.portable and kind and kind not in KINDS:
+            advice = f"which {UNSERVED.get(kind, f'{backend.title} does not serve')}"
+        else:
+            advice = f"rebuild with: {rebuild_command(directory, manifest, *filter(None, [kind]))}"
+        return ArtifactError(f"{directory} was built for {what} {expected}, found {found}; {advice}")
+
+    if built.get(manifest.backend) != version:
+        raise refuse(backend.title, built.get(manifest.backend, "unknown"), version)
+    if backend.portable:
+        wanted = built.get("gpus", "").split()
+        expected = " or ".join(wanted) or "an unknown kind"
+    else:
+        wanted = [f"sm{built.get('sm')}"]
+        expected = f"sm_{built.get('sm')} ({built.get('gpu', 'unknown')})"
+    # Before any call of TensorRT's runtime, which may end the process where no driver is installed.
+    try:
+        gpu = current_gpu(cuda)
+    except EngineError as error:
+        raise refuse("a GPU of", expected, f"none that CUDA can use ({error})") from error
+    if gpu is None:
+        raise refuse("a GPU of", expected, "none")
+    if f"sm{gpu.sm}" not in wanted:
+        raise refuse("a GPU of", expected, f"sm_{gpu.sm} ({gpu.name})", gpu)
+    versions = cuda_versions(cuda)
+    major = built.get("cuda", versions.runtime).split(".")[0]  # TensorRT for RTX may be built for without CUDA
+    if versions.runtime.split(".")[0] != major:
+        raise refuse("CUDA", f"{major}.x", versions.runtime)
+    if int(versions.driver.split(".")[0]) < int(major):
+        raise ArtifactError(
+            f"{directory} needs a driver for CUDA {major}, found one for CUDA {versions.driver}; "
+            "install a newer NVIDIA driver"
+        )
+
+
+def check_plugins(directory: Path, manifest: Manifest) -> Path:
+    """The plugin library, of the ABI the engine was built with. Raises MissingDependency or ArtifactError.
+
+    Libraries with the same ABI number agree on a plan's plugins: their tensors, attributes, stored fields and
+    workspace. Another build of the same ABI, by another compiler or for more GPUs, has another sha256 and is accepted;
+    the manifest's sha256 records the library of the build.
+    """
+    built, rebuild = manifest.plugin or {}, f"rebuild with: {rebuild_command(directory, manifest)}"
+    for field, found in plugins.IDENTITY.items():
+        if built.get(field) != found:
+            raise ArtifactError(
+                f"{directory} was built with plugin {field} {built.get(field)!r}, this ddtree-trt has {found!r}; "
+                f"{rebuild}"
+            )
+    return library.find(library.PLUGINS)
+
+
+_PIECE_BYTES = 16 << 20  # of a table that is converted during its upload
+
+
+class Tables:
+    """The tables of shared.safetensors: [V, H] in the engine's precision, a drafter's own under its prefix."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        path = directory / artifact.SHARED_WEIGHTS
+        rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
+        self._tensors = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
+        dtype = PRECISIONS[manifest.precision].safetensors
+        shapes = _shapes(manifest)
+        # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
+        self.sources: dict[str, str] = {}
+        for name in shapes:
+            tied = name.removesuffix(names.HEAD) + names.EMBEDDING
+            self.sources[name] = source = name if name in self._tensors or tied not in shapes else tied
+            if source not in self._tensors:
+                raise ArtifactError(f"{path} has no tensor {source!r}; {rebuild}")
+        for name, tensor in self._tensors.items():
+            expected, found = (dtype, shapes.get(name)), (tensor.dtype, tensor.shape)
+            if name not in shapes:
+                raise ArtifactError(f"{path} has a tensor {name!r} that the engine has no place for; {rebuild}")
+            if found != expected:
+                raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
+
+    def upload(self, tensor: str, device: Device, address: int) -> None:
+        """Upload a table and wait for the copy."""
+        device.upload(address, self._tensors[tensor].mapped())
+        device.synchronize()
+
+    def upload_single(self, tensor: str, device: Device, address: int) -> None:
+        """Upload a table as float32, which represents its values exactly, and wait for the copy."""
+        table = self._tensors[tensor].mapped()
+        step = _PIECE_BYTES // table.itemsize
+        for start in range(0, len(table), step):
+            piece = table[start : start + step].astype(np.float32)
+            device.upload(address, piece)
+            device.synchronize()
+            address += piece.nbytes
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tables that passes read, by their names."""
+    parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
+    networks = {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}
+    return {
+        prefix + parts[table.name]: table.shape
+        for prefix, dims in networks.items()
+        for table in kind_of(dims).own_tables
+    }
+
+
+_log = logging.getLogger("ddtree_trt.tensorrt")
+
+
+class KernelCache:
+    """One IRuntimeCache for all contexts of an engine directory."""
+
+    def __init__(self, trt: Any, path: Path) -> None:
+        """`trt` is the module of TensorRT for RTX, `path` where the cache is stored."""
+        self._trt = trt
+        self._path = path
+        self._cache: Any = None  # made by the first engine's configuration
+        self._stored = b""  # content of the file, where it is of use
+
+    def make_context(self, engine: Any, captured: bool) -> Any:
+        """An execution context without memory, or None.
+
+        Contexts of captured passes compile kernels for their shapes at once: compiled later, as is the default, they
+        would take the place of kernels that a graph holds. Other passes, which have any length, get kernels that serve
+        all shapes.
+        """
+        trt = self._trt
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategies = trt.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if captured else strategies.NONE
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # passes are captured by this engine
+        if self._cache is None:
+            self._cache = self._load(config)
+        config.set_runtime_cache(self._cache)
+        return engine.create_execution_context(config)
+
+    def _load(self, config: Any) -> Any:
+        """A cache with the stored kernels, or an empty one where there are none for this GPU, driver and version."""
+        cache = config.create_runtime_cache()
+        try:
+            stored = self._path.read_bytes()
+        except FileNotFoundError:
+            return cache
+        except OSError as error:
+            _log.warning("%s cannot be read (%s): kernels are compiled anew", self._path, error.strerror or error)
+            return cache
+        if stored and cache.deserialize(stored):
+            self._stored = stored
+        else:
+            _log.info("%s is of another GPU, driver or version: kernels are compiled anew", self._path)
+        return cache
+
+    def store(self) -> None:
+        """Store what has been compiled since; where it cannot be written, a warning is logged."""
+        if self._cache is None:
+            return
+        serialized = self._cache.serialize()
+        content = b"" if serialized is None else bytes(memoryview(serialized))
+        if content in (b"", self._stored):
+            return
+        try:
+            write_atomically(self._path, content)
+            self._stored = content
+        except OSError as error:
+            _log.warning(
+                "%s cannot be written (%s): kernels are compiled at every start", self._path, error.strerror or error
+            )
+
+    def close(self) -> None:
+        """Store and release the cache. Contexts must have been released before."""
+        try:
+            self.store()
+        finally:
+            self._cache = None
+
 
 _logger = logging.getLogger("ddtree_trt.tensorrt")
 _BUFFERS = {
@@ -218,12 +443,6 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     leading: tuple[int, ...]
     if name != "compaction":
         leading = (limits.max_batch if manifest.attention == "plugin" else -1,)
-        # Rows that do not depend on each other take a plan of one profile.
-        if engine.num_optimization_profiles not in (1, 2):
-            raise ArtifactError(
-                f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or "
-                f"2; {rebuild}"
-            )
     elif manifest.attention == "plugin":
         pasts, leading = [names.PAST_CACHE], (-1, cache.stored_slots)
     else:

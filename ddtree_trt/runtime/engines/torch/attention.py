@@ -8,18 +8,114 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, UsageError
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
 from ddtree_trt.plugins.operators import OPERATORS
-from ddtree_trt.runtime.engines.torch.flash import Flash, find_flash
+from ddtree_trt.runtime.engines.passes import SlotLengths
+
+
+class DeviceCache(SlotLengths):
+    """Slots in device memory at fixed addresses. The host counts their rows; passes get the counts as data
+    (`Place`)."""
+
+    def __init__(
+        self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool
+    ) -> None:
+        """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch."""
+        super().__init__(slots, rows)
+        self._kernels = kernels
+        # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
+        shape = (2 * dims.num_layers, slots, dims.num_kv_heads, rows, dims.head_dim)
+        self.slab = torch.zeros(shape, dtype=dtype, device=device)  # [planes, slots, Hkv, S, D]: key, value by layer
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [slots, Hkv, S, D] of a layer."""
+        return self.slab[2 * index], self.slab[2 * index + 1]
+
+    def write(self, keys_values: Tensor, place: Place, rows: Tensor) -> None:
+        """Store keys_values [layers, 2, N, C, Hkv, D] at rows int [N, C] of the sequences' slots, in every layer."""
+        values = keys_values.flatten(0, 1).permute(1, 2, 0, 3, 4)  # [N, C, planes, Hkv, D]
+        self.slab[:, place.slots.long()[:, None], :, rows.long()] = values
+
+    def compact(self, slots: Tensor, past: Tensor, keep: Tensor, count: Tensor) -> None:
+        """Move rows past + keep[j] of each sequence's slot to past + j in every plane. Committed lengths stay as they
+        are.
+
+        slots, past and count are int32 [N], keep int32 [N, M], strictly rising; its first `count` columns are moved.
+        """
+        if self._kernels:
+            torch.ops.ddtree.compact(self.slab, slots, past, keep, count)
+            return
+        column = torch.arange(keep.shape[1], device=keep.device)
+        rows = past.long()[:, None] + column
+        sources = past.long()[:, None] + keep.long()
+        sources = torch.where(column < count[:, None], sources, rows).clamp(max=self.rows - 1)
+        slot = slots.long()[:, None]
+        self.slab[:, slot, :, rows.clamp(max=self.rows - 1)] = self.slab[:, slot, :, sources]
+
+
+OPTION = "DDTREE_FLASH_ATTN"  # auto: use it where it works; on: refuse to open an engine without it; off: never
+MODES = ("auto", "on", "off")
+
+Flash = Callable[..., Tensor]
+_logger = logging.getLogger("ddtree_trt.torch")
+_TOLERANCE = 0.05  # of values of size 1 in half precision
+
+
+def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash | None:
+    """`flash_attn_with_kvcache` if it passes a test on this device, else None.
+
+    Raises UsageError for an unknown mode, and MissingDependency in mode `on` where it does not work.
+    """
+    mode = os.environ.get(OPTION, "auto").lower()
+    if mode not in MODES:
+        raise UsageError(f"{OPTION} must be one of {', '.join(MODES)}, not {mode!r}")
+    if mode == "off" or (mode == "auto" and importlib.util.find_spec("flash_attn") is None):
+        return None
+    try:
+        flash = importlib.import_module("flash_attn").flash_attn_with_kvcache
+        _try(flash, device, dtype, head_dim)
+    except Exception as error:  # a library for another torch may raise anything
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if mode == "on":
+            raise MissingDependency(
+                f"{OPTION} is on, but flash-attn does not work here ({reason}); install the wheel for torch "
+                f"{torch.__version__}, or set {OPTION} to auto or off"
+            ) from error
+        _logger.warning("flash-attn is installed and does not work here (%s); our own kernels do its passes", reason)
+        return None
+    return flash
+
+
+def _try(flash: Any, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Test `flash` on two rows of ones behind two of zeros in slot 1 of 2. Raises where it fails."""
+    cache_k, cache_v = (torch.zeros(2, 8, 1, head_dim, dtype=dtype, device=device) for _ in range(2))
+    q, k, v = (torch.ones(1, 2, heads, head_dim, dtype=dtype, device=device) for heads in (2, 1, 1))
+    where = {"cache_seqlens": [2], "cache_batch_idx": [1]}
+    control = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in where.items()}
+    found = flash(q, cache_k, cache_v, k, v, **control, softmax_scale=1.0 / head_dim, causal=True)
+    # The score of a visible row of ones is 1, of a row of zeros 0; only the values of the former are not 0.
+    e = torch.e
+    expected = torch.tensor([e / (e + 2), 2 * e / (2 * e + 2)]).view(1, 2, 1, 1)
+    if found.shape != q.shape or not (found.float().cpu() - expected).abs().max() < _TOLERANCE:
+        raise RuntimeError("it computes something else")
+    if not (cache_k[1, 2:4] == 1).all() or (cache_k[0] != 0).any():
+        raise RuntimeError("it does not append to the cache")
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from ddtree_trt.device import memory
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.passes import make_single_passes
+from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.model import Weights
-from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -39,14 +39,13 @@ from ddtree_trt.runtime.engines.torch.weights import (
     read_weights,
     use_float32_sums,
 )
-from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
 
 class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
-    foresee = None
+    lookahead = None
     batches = True
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
@@ -144,13 +143,13 @@ class TorchEngine:
         drafts = partial(self.drafter.warm_up, budget=budget) if self.manifest.drafting.tap_layers else None
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts, progress)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         try:
-            self.settle()  # launched rounds may still use the memory that is released here
+            self.synchronize()  # launched rounds may still use the memory that is released here
         finally:
             if self.rounds is not None:
                 self.rounds.close()

@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Part, TransformerDims, decoder_layers
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.engines.torch.attention import Attention, Place
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
-from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard, Vocabulary
-from ddtree_trt.runtime.engines.torch.parts.experts import mixture
+from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
+from ddtree_trt.runtime.engines.torch.experts import mixture
+from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
 
 Weights = Mapping[str, Tensor]

@@ -9,7 +9,7 @@ requested: that starts from the host's counts, and the rounds launched in vain a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,14 +37,10 @@ class _Series:
 class TorchRounds:
     """`base.DeviceRounds` of the PyTorch engine."""
 
-    def __init__(
-        self, target: TargetPass, drafter: BlockOnDevice, make_round: Callable[..., DeviceRound] = DeviceRound
-    ) -> None:
-        """`make_round` takes the arguments of `DeviceRound`."""
+    def __init__(self, target: TargetPass, drafter: BlockOnDevice) -> None:
         self.by_default = target.device.type == "cuda"
         self._target = target
         self._drafter = drafter
-        self._make_round = make_round
         self._graphs = target.graphs.sharing()
         self._made: dict[tuple[int, int, bool], DeviceRound] = {}
         self._series: _Series | None = None
@@ -72,9 +68,7 @@ class TorchRounds:
         sampled = any(r.temperature > 0 for r in requests)
         key = (batch, tokens, sampled)
         if key not in self._made:
-            self._made[key] = self._make_round(
-                self._target, self._drafter, self._graphs, batch, tokens, sampled=sampled
-            )
+            self._made[key] = DeviceRound(self._target, self._drafter, self._graphs, batch, tokens, sampled=sampled)
         return self._made[key]
 
     def close(self) -> None:

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import TARGET
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
-from ddtree_trt.runtime.engines.torch.attention import Attention, Place
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.passes import LazyRows, mask_words, pad_trees
+from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
-from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
 

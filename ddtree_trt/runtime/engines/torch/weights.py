@@ -17,8 +17,7 @@ from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.plugins import LOWEST_SM
-from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
-from ddtree_trt.runtime.engines.torch.parallel.split import Cut, cut_of
+from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Cut, Shard, cut_of
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in TORCH.precisions}
 

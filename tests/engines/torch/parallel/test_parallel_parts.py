@@ -24,8 +24,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import FAMILIES
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.parallel.engine import interrupts_deferred
-from ddtree_trt.runtime.engines.torch.parallel.shard import Shard, Vocabulary
-from ddtree_trt.runtime.engines.torch.parallel.split import check_split, cut_of, kv_heads
+from ddtree_trt.runtime.engines.torch.parallel.split import Shard, Vocabulary, check_split, cut_of, kv_heads
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.serve.options import ServeOptions
 

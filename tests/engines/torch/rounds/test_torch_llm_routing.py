@@ -109,10 +109,10 @@ def test_an_engine_is_closed_when_its_rounds_are_done(directory: Path, monkeypat
     """Also those launched in vain: memory they write to may not be another's by then."""
     done: list[str] = []
     llm = LLM(directory, threads=1, device_rounds="on")
-    monkeypatch.setattr(llm.engine, "settle", lambda: done.append("settle"))
+    monkeypatch.setattr(llm.engine, "synchronize", lambda: done.append("synchronize"))
     monkeypatch.setattr(rounds_of(llm), "close", lambda: done.append("close"))
     llm.close()
-    assert done == ["settle", "close"]
+    assert done == ["synchronize", "close"]
 
 
 def test_nobody_is_served_after_shutdown(directory: Path) -> None:

@@ -28,7 +28,7 @@ from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, Engine, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
+from ddtree_trt.runtime.engines.passes import LazyRows, make_single_passes
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
     HERE,
@@ -45,7 +45,6 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
 )
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.options import EngineOptions
 
 
@@ -63,7 +62,7 @@ class ParallelEngine:
     """
 
     batches = True
-    foresee = None
+    lookahead = None
     rounds = None  # rounds on the device have no host that could lead other ranks
 
     def __init__(
@@ -171,8 +170,8 @@ class ParallelEngine:
 
         make_single_passes(self, [1, 1 + self.manifest.limits.max_tree_budget], draft, progress)
 
-    def settle(self) -> None:
-        self._engine.settle()
+    def synchronize(self) -> None:
+        self._engine.synchronize()
 
     def close(self) -> None:
         """Release the memory of all ranks and end their processes."""

@@ -25,8 +25,7 @@ from torch._C._distributed_c10d import FileStore
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import EngineError, UsageError, shown
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.parallel.shard import Shard
-from ddtree_trt.runtime.engines.torch.parallel.split import local_manifest
+from ddtree_trt.runtime.engines.torch.parallel.split import Shard, local_manifest
 from ddtree_trt.runtime.engines.torch.weights import check_device, read_weights
 
 EngineCall = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of a rank's engine, and what follows the engine

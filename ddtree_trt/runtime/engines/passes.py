@@ -1,0 +1,187 @@
+"""What the passes of engines share: counts of committed rows, trees of several slots as one pass of a fixed size,
+logits that stay on a device, and the first passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt import _native
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.runtime.engines.base import Engine, VerifyRequest
+from ddtree_trt.runtime.tree import token_chain
+
+
+class SlotLengths:
+    """The number of committed rows of each slot. The object does not own the rows' memory."""
+
+    def __init__(self, slots: int, rows: int) -> None:
+        """`rows`: of each slot."""
+        self.rows = rows
+        self._lengths = [0] * slots
+
+    @property
+    def slots(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Committed rows of each slot; `append` and `truncate` change them."""
+        return self._lengths
+
+    def check_room(self, slot: int, tokens: int) -> None:
+        """Raises EngineError when `tokens` more rows do not fit: a pass would silently write behind the slot."""
+        length = self._lengths[slot]
+        if length + tokens > self.rows:
+            raise EngineError(f"slot {slot} holds {length} of {self.rows} cache rows, {tokens} more do not fit")
+
+    def append(self, slot: int, tokens: int) -> None:
+        """Count the rows that a pass has written behind the committed ones as committed."""
+        self.check_room(slot, tokens)
+        self._lengths[slot] += tokens
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Keep the first `length` rows and forget the others. Raises EngineError when the slot holds fewer."""
+        if not 0 <= length <= self._lengths[slot]:
+            raise EngineError(f"slot {slot} holds {self._lengths[slot]} tokens, cannot keep the first {length}")
+        self._lengths[slot] = length
+
+
+class SlotCache(SlotLengths):
+    """One network's cache on the host: a buffer float32 [slots, Hkv, S, D] for the keys and one for the values of each
+    layer. Buffers never move: the inference runtime reads and appends in place, compaction moves rows in place."""
+
+    def __init__(self, dims: TransformerDims, slots: int, rows: int) -> None:
+        super().__init__(slots, rows)
+        shape = (slots, dims.num_kv_heads, rows, dims.head_dim)
+        # np.zeros maps pages lazily: a slot costs memory only once tokens are written to it.
+        self.buffers = [np.zeros(shape, np.float32) for _ in range(2 * dims.num_layers)]
+        self._heads = dims.num_kv_heads
+        self._row_bytes = dims.head_dim * 4
+        self._bases = [np.array([b[s].ctypes.data for b in self.buffers], np.uint64) for s in range(slots)]
+
+    def compact(self, slot: int, path: NDArray[np.int32]) -> None:
+        """Move the rows length + path[j] to length + j in every layer, then count them as committed."""
+        start = self.lengths[slot]
+        if path[-1] != len(path) - 1:
+            stride = self.rows * self._row_bytes
+            _native.compact_rows(self._bases[slot], self._heads, stride, self._row_bytes, start, path, self.rows)
+        self.append(slot, len(path))
+
+
+Row = NDArray[np.float32]
+
+
+class LazyRows:
+    """`base.Rows` in a device's memory: a row is copied to the host only when it is read.
+
+    Greedy decoding reads none. Valid until the engine's next target pass.
+    """
+
+    def __init__(self, rows: int, width: int, fetch: Callable[[int, int], Row]) -> None:
+        """`fetch(start, stop)` returns a copy of those rows, float32 [stop − start, width]."""
+        self._rows = rows
+        self._width = width
+        self._fetch = fetch
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int, /) -> Row:
+        index = row + self._rows if row < 0 else row
+        if not 0 <= index < self._rows:
+            raise IndexError(f"row {row} of {self._rows}")
+        return self._fetch(index, index + 1)[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("rows on a device cannot be read without a copy")
+        rows = self._fetch(0, self._rows) if self._rows else np.empty((0, self._width), np.float32)
+        return rows.astype(dtype or np.float32, copy=False)
+
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PaddedTrees:
+    """N trees of T rows each. A padding row repeats its root's token and position and sees only itself; its keys and
+    values lie behind the tree's rows in the cache and are never committed."""
+
+    slot_ids: Int32  # [N]
+    past_len: Int32  # [N]
+    token_ids: Int32  # [N, T]
+    positions: Int32  # [N, T]
+    tree_mask: Int32  # [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
+
+
+def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
+    """Ancestor-or-self bits of a tree's parents [n] into mask [T, W], which is all zeros; the rows from n on are
+    padding."""
+    size = len(parents)
+    bits = _native.packed_mask(parents)
+    mask[:size, : bits.shape[1]] = bits.view(np.uint32)
+    padding = np.arange(size, len(mask), dtype=np.uint32)
+    mask[padding, padding // 32] = np.uint32(1) << padding % np.uint32(32)
+
+
+def mask_words(tokens: int) -> int:
+    """W: the 32-bit words that hold one row of a mask over `tokens` new rows."""
+    return -(-tokens // 32)
+
+
+def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens: int, words: int) -> PaddedTrees:
+    """The requests' trees padded to T = `tokens`, behind `lengths`[slot] committed rows; W = `words` per mask row."""
+    count = len(requests)
+    slots = np.array([r.slot for r in requests], np.int32)
+    past = np.array([lengths[r.slot] for r in requests], np.int32)
+    token_ids, positions = np.empty((count, tokens), np.int32), np.empty((count, tokens), np.int32)
+    masks = np.zeros((count, tokens, words), np.uint32)
+    for n, request in enumerate(requests):
+        tree, size = request.tree, len(request.tree)
+        token_ids[n], positions[n] = tree.token_ids[0], past[n]
+        token_ids[n, :size], positions[n, :size] = tree.token_ids, past[n] + tree.depths
+        write_mask(masks[n], tree.parents)
+    return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32))
+
+
+def make_single_passes(
+    engine: Engine,
+    sizes: Collection[int],
+    drafts: Callable[[int], None] | None,
+    progress: Progress,
+    *,
+    slots: int = 1,
+) -> None:
+    """In each of the first `slots` slots, verify trees of `sizes` tokens, the largest first, and prefill a prompt's
+    longest chunk. Then call `drafts` with the slot, which still holds the prompt; None for a drafter without taps.
+
+    The slots must be empty and are left empty. `progress` counts the passes; `drafts` counts as one.
+    """
+    limits = engine.manifest.limits
+    chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
+    done, total = 0, slots * (len(sizes) + 1 + (drafts is not None))
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress("warm up", done, total)
+
+    for slot in range(slots):
+        try:
+            for tokens in sorted(sizes, reverse=True):
+                engine.verify([VerifyRequest(slot, token_chain(np.zeros(tokens, np.int64)))])
+                step()
+            engine.prefill(slot, np.zeros(chunk, np.int64), rows="last", taps=drafts is not None)
+            step()
+            if drafts is not None:
+                drafts(slot)
+                step()
+        finally:
+            engine.truncate(slot, 0)

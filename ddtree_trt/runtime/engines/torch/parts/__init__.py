@@ -1,1 +1,0 @@
-"""Parts that some networks have: mixtures of experts, heads for pairs, convolutions."""

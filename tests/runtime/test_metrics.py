@@ -1,0 +1,202 @@
+"""The table of metrics: what the HTTP server and the Triton model publish of it, and what their pages say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import prometheus_client.metrics_core as core
+import pytest
+
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.runtime.decoding.budget.policy import Decision
+from ddtree_trt.runtime.metric_table import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    POSITIONS,
+    SECONDS,
+    SECONDS_PER_TOKEN,
+    MetricSpec,
+)
+from ddtree_trt.runtime.stats import AutomaticRounds, RequestMetrics, merge
+from ddtree_trt.serve.metrics import Metrics as HttpMetrics
+from ddtree_trt.triton import metrics as triton
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+KINDS: dict[str, tuple[MetricSpec[Any, Any], str]] = {
+    row.name: (row, kind)
+    for kind, rows in (("counter", COUNTERS), ("counter", POSITIONS), ("histogram", HISTOGRAMS), ("gauge", GAUGES))
+    for row in rows
+}
+ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, cache_usage=0.25, failure=ValueError())
+# What each publishes beside the table.
+HTTP_ALONE = {"vllm:request_success_total", "ddtree_requests_refused_total"}
+TRITON_ALONE = {triton.REQUESTS, triton.RESPONSES, triton.FORWARD_SECONDS, triton.FORWARD_CPU_SECONDS}
+
+
+class Family:
+    """Triton's MetricFamily, which keeps what was made and set."""
+
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+    made: ClassVar[dict[str, Family]]
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.made[name] = self
+        self.text, self.kind, self.value = description, kind, 0.0
+
+    def Metric(self, labels: dict[str, str], buckets: Sequence[float] = ()) -> Family:
+        assert list(buckets) == sorted(set(buckets))
+        return self
+
+    def increment(self, amount: float) -> None:
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def observe(self, value: float) -> None:
+        self.value += value
+
+
+def metrics_of(accepted: list[int], **others: Any) -> RequestMetrics:
+    """Figures of a sequence whose rounds drafted 8 tokens each, committed these and ended half a second apart; one more
+    round drafted nothing. Budgets were chosen by costs of 8 ms, or 5 for a single token."""
+    tokens = 2 + sum(accepted)
+    made = RequestMetrics(arrival_s=1.0, scheduled_s=1.25, first_token_s=1.5, output_tokens=tokens, **others)
+    for place, committed in enumerate([*accepted, 1]):
+        made.last_token_s = 2.0 + place / 2
+        drafted = place < len(accepted)
+        made.add_round(
+            committed, 8 * drafted, Decision(8, 2.5, 0.008, 0.005, drafted=drafted, probe=drafted and not place)
+        )
+    return made
+
+
+PARTS = [
+    metrics_of([3, 1], prompt_tokens=7, cached_tokens=0, on_device=True),
+    metrics_of([2], prompt_tokens=7, cached_tokens=6, on_device=True),
+]
+
+
+@pytest.fixture
+def http(tiny_engine: Path) -> dict[str, core.Metric]:
+    """The HTTP server's families after a request of two sequences, by the name that a scrape shows."""
+    metrics = HttpMetrics(load_manifest(tiny_engine), "a model")
+    metrics.watch(ENGINE)
+    sequences = [SimpleNamespace(metrics=part, error=None, finish_reason="stop") for part in PARTS]
+    request: Any = SimpleNamespace(prompt_ids=[5] * 7, sequences=sequences)
+    metrics.finished(request)
+    families = [f for f in metrics.registry.collect() if not f.name.startswith("process_")]
+    return {f.name + ("_total" if f.type == "counter" else ""): f for f in families}
+
+
+@pytest.fixture
+def families() -> dict[str, Family]:
+    class Own(Family):
+        made: ClassVar[dict[str, Family]] = {}
+
+    metrics = triton.Metrics(Own, {})
+    whole = merge(PARTS)
+    metrics.add(**{name: row.read(whole) for name, row in triton.REQUEST_COUNTERS.items()})
+    metrics.observe((name, value) for name, row in triton.REQUEST_HISTOGRAMS.items() for value in row.read(whole))
+    metrics.flush({name: row.read(ENGINE) for name, row in triton.ENGINE_GAUGES.items()})
+    return Own.made
+
+
+def test_the_http_server_publishes_the_table(http: dict[str, core.Metric]) -> None:
+    rows = {name: (row.text, kind) for name, (row, kind) in KINDS.items() if row.http}
+    assert len(KINDS) == len((*COUNTERS, *POSITIONS, *HISTOGRAMS, *GAUGES)), "every row has a name of its own"
+    assert {n: (f.documentation, f.type) for n, f in http.items() if n not in HTTP_ALONE} == rows
+    labels = {"model_name": "a model", "engine": "0"}
+    assert all(labels.items() <= s.labels.items() for family in http.values() for s in family.samples)
+
+
+def test_triton_publishes_the_table(families: dict[str, Family]) -> None:
+    rows = {name: (row.text, kind) for name, (row, kind) in KINDS.items() if row.triton}
+    assert {n: (f.text, f.kind) for n, f in families.items() if n not in TRITON_ALONE} == rows
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (row, kind) in KINDS.items() if row.http and row.triton and kind != "histogram"]
+)
+def test_both_publish_the_same_value(name: str, http: dict[str, core.Metric], families: dict[str, Family]) -> None:
+    (sample,) = (s for s in http[name].samples if s.name == name)
+    assert sample.value == families[name].value > 0
+
+
+def test_values(http: dict[str, core.Metric]) -> None:
+    samples = {s.name: s.value for family in http.values() for s in family.samples if "le" not in s.labels}
+    expected = {
+        "vllm:prompt_tokens_total": 7,  # of the request, not of each sequence
+        "vllm:prefix_cache_hits_total": 6,
+        "vllm:prefix_cache_queries_total": 14,
+        "vllm:request_success_total": 2,
+        "vllm:request_inference_time_seconds_sum": 3.0,
+        "vllm:request_prompt_tokens_sum": 14,
+        "vllm:request_generation_tokens_sum": 10,
+        "vllm:generation_tokens_total": 10,
+        "ddtree_rounds_total": 5,
+        "vllm:spec_decode_num_drafts_total": 3,
+        "ddtree_rounds_on_device_total": 5,
+        "vllm:spec_decode_num_draft_tokens_total": 24,
+        "vllm:spec_decode_num_accepted_tokens_total": 3,
+        "vllm:time_to_first_token_seconds_sum": 1.0,
+        "vllm:request_time_per_output_token_seconds_sum": 1.5 / 5 + 1.0 / 3,
+        "vllm:e2e_request_latency_seconds_sum": 2.0 + 1.5,
+        "vllm:e2e_request_latency_seconds_count": 2,
+        "vllm:request_queue_time_seconds_sum": 0.5,
+        "vllm:request_prefill_time_seconds_sum": 0.5,
+        "vllm:request_decode_time_seconds_sum": 1.5 + 1.0,
+        "vllm:inter_token_latency_seconds_sum": 5 * 0.5,
+        "vllm:inter_token_latency_seconds_count": 5,
+        "ddtree_auto_rounds_total": 5,
+        "ddtree_auto_rounds_with_draft_total": 3,
+        "ddtree_auto_rounds_probing_total": 2,
+        "ddtree_auto_expected_tokens_total": 7.5,
+        "ddtree_auto_committed_tokens_total": 6,
+        "ddtree_auto_expected_seconds_total": 0.024,
+        "ddtree_auto_single_token_seconds_total": 0.015,
+        "ddtree_acceptance_length_sum": 8,
+        "ddtree_acceptance_length_count": 5,
+        "vllm:num_requests_running": 1,
+        "vllm:num_requests_waiting": 2,
+        "ddtree_slots": 3,
+        "vllm:kv_cache_usage_perc": 0.25,
+    }
+    assert {name: samples[name] for name in expected} == pytest.approx(expected)
+    positions = http["vllm:spec_decode_num_accepted_tokens_per_pos_total"].samples
+    counts = {int(s.labels["position"]): s.value for s in positions if s.name.endswith("_total")}
+    assert {p: n for p, n in counts.items() if n} == {0: 2, 1: 1} and len(counts) == 15
+
+
+def test_reasons_of_budgets_are_summed_and_copied() -> None:
+    part = metrics_of([3])
+    whole, alone, before = merge([part, metrics_of([2, 1])]), merge([part]), part.automatic.rounds
+    part.add_round(1, 0, Decision(0, 1.0, 0.005, 0.005, drafted=False))
+    assert (whole.automatic.rounds, whole.automatic.committed_tokens, whole.automatic.probes) == (5, 6, 2)
+    assert alone.automatic.rounds == before == part.automatic.rounds - 1
+    assert part.automatic.expected_gain == pytest.approx(Decision(8, 2.5, 0.008, 0.005).expected_gain)
+    assert AutomaticRounds.total([]).expected_gain is None
+
+
+@pytest.mark.parametrize("bounds", [SECONDS, SECONDS_PER_TOKEN])
+def test_bounds_are_close_enough_for_percentiles(bounds: tuple[float, ...]) -> None:
+    assert all(low < high <= 1.7 * low for low, high in pairwise(bounds))
+    assert bounds[0] <= 0.001 and bounds[-1] >= 7.5
+
+
+@pytest.mark.parametrize(
+    ("page", "column", "alone"),
+    [("serving.md", "http", HTTP_ALONE), ("deployment.md", "triton", TRITON_ALONE)],
+)
+def test_the_documents_list_what_is_published(page: str, column: str, alone: set[str]) -> None:
+    section = (DOCS / page).read_text(encoding="utf-8").split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    listed = [name for cell in rows for name in re.findall(r"`((?:ddtree_|vllm:)\w+)(?:\{\w+\})?`", cell)]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == alone | {name for name, (row, _) in KINDS.items() if getattr(row, column)}
