@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +69,9 @@ def log_probs(engine: Engine, token_ids: NDArray[np.int64]) -> NDArray[np.float3
     """Log-probabilities [T, V] of what follows each of T tokens."""
     chunk = engine.manifest.limits.prefill_chunk
     engine.truncate(0, 0)
-    rows = [np.array(engine.prefill(0, part, rows="all", taps=False).logits) for part in _parts(token_ids, chunk)]
+    parts = [token_ids[start : start + chunk] for start in range(0, len(token_ids), chunk)]
+    logits = np.concatenate([np.array(engine.prefill(0, part, rows="all", taps=False).logits) for part in parts])
     engine.truncate(0, 0)
-    logits = np.concatenate(rows)
     logits -= logits.max(-1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     return logits
@@ -92,10 +92,6 @@ def token_times(engines: Sequence[Engine]) -> list[float]:
     for engine in engines:
         engine.truncate(0, 0)
     return [median(spent) for spent in times]
-
-
-def _parts(token_ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    return (token_ids[start : start + size] for start in range(0, len(token_ids), size))
 
 
 def documentation() -> str:
@@ -124,11 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         closing(open_engine(args.reference, threads=threads)) as reference,
     ):
         if engine.manifest.target.sha256 != reference.manifest.target.sha256:
-            parser.error(f"{args.engine} and {args.reference} are engines of different targets")
-        try:
-            found = compare(engine, reference, token_ids, args.window)
-        except UsageError as error:
-            parser.error(str(error))
+            raise UsageError(f"{args.engine} and {args.reference} are engines of different targets")
+        found = compare(engine, reference, token_ids, args.window)
         own_s, reference_s = token_times((engine, reference))
         ratio = f"{own_s / reference_s:.2f} (threads: {engine.threads} and {reference.threads})"
     print(

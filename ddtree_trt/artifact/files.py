@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.reading import Pattern
 
@@ -49,6 +50,19 @@ def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None)
                 read += len(block)
                 report(read)
     return digest.hexdigest()
+
+
+def sha256_files(stage: str, paths: Sequence[Path], progress: Progress) -> Iterator[tuple[Path, int, str]]:
+    """Each file with its size and its sha256, as hex. Raises OSError."""
+    sizes = [path.stat().st_size for path in paths]
+    total, done = sum(sizes), 0
+    for path, size in zip(paths, sizes, strict=True):
+
+        def report(read: int, done: int = done) -> None:
+            progress(stage, done + read, total)
+
+        yield path, size, sha256_file(path, report=report)
+        done += size
 
 
 def newest_engine() -> Path:

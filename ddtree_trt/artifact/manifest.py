@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal
 
 from ddtree_trt.artifact.backends import BACKENDS, BackendName
 from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
-from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.decoder import Token, TransformerDims
+from ddtree_trt.models.decoder import POSITIONS, Token, TransformerDims
 from ddtree_trt.models.experts import expert_contradiction
 from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
@@ -31,10 +30,33 @@ AttentionName = Literal["plugin", "native"]
 LOCAL = "local"  # the revision of a checkpoint that came from a path the user named
 PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, this one or one that a preset names
 
+SLOTS = Between(1, 1024)
+BUDGETS = Between(1, 4096)
+CHUNK = Between(1, 1 << 16)
 _BYTES = Between(0, 1 << 62)
 _SECONDS = Between(0, 1e9)
 _TOKENS_PER_ROUND = Between(0, 1e6)
 _SHA256 = Pattern("[0-9a-f]{64}", "a sha256 in lower-case hex")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine was built for. These are the only defaults; the command line reads them from here."""
+
+    max_seq_len: Annotated[int, POSITIONS] = 2048  # prompt and output tokens of one slot
+    max_batch: Annotated[int, SLOTS] = 8  # slots
+    max_tree_budget: Annotated[int, BUDGETS] = 256  # B: tree nodes beside the root
+    prefill_chunk: Annotated[int, CHUNK] = 256  # prompt tokens per target pass
+
+    @property
+    def max_tokens_per_pass(self) -> int:
+        """Most tokens of one slot in one target pass."""
+        return max(1 + self.max_tree_budget, self.prefill_chunk)
+
+    @property
+    def cache_rows(self) -> int:
+        """S: rows of a slot's cache. One whole pass may be written past the last committed token."""
+        return self.max_seq_len + self.max_tokens_per_pass
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.files import MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_files
 from ddtree_trt.artifact.manifest import Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -27,20 +27,12 @@ def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_pr
     Raises ArtifactError that names the file and the command that rebuilds the engine.
     """
     rebuild = _check_listed(directory, manifest)
-    total, done = sum(entry.size for entry in manifest.files.values()), 0
-    for name, entry in manifest.files.items():
-        path = directory / name
-
-        def report(read: int, done: int = done) -> None:
-            progress("verify files", done + read, total)
-
-        try:
-            digest = sha256_file(path, report=report)
-        except OSError as error:
-            raise ArtifactError(f"{path} cannot be read ({error.strerror}); {rebuild}") from error
-        if digest != entry.sha256:
-            raise ArtifactError(f"{path} is damaged: its sha256 differs from the manifest's; {rebuild}")
-        done += entry.size
+    try:
+        for path, _, digest in sha256_files("verify files", [directory / name for name in manifest.files], progress):
+            if digest != manifest.files[path.name].sha256:
+                raise ArtifactError(f"{path} is damaged: its sha256 differs from the manifest's; {rebuild}")
+    except OSError as error:
+        raise ArtifactError(f"{error.filename} cannot be read ({error.strerror}); {rebuild}") from error
 
 
 def verify_for_opening(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> None:

@@ -171,15 +171,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown, its columns aligned for a terminal."""
     cells = [list(head), *map(list, rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    padded = [
-        [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in cells
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    cells = [
+        [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        for first, *others in (cells[0], rule, *cells[1:])
     ]
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return ["| " + " | ".join(row) + " |" for row in (padded[0], rule, *padded[1:])]
+    return ["| " + " | ".join(row) + " |" for row in cells]
 
 
 def require_matplotlib() -> None:
@@ -194,10 +191,8 @@ def draw(result: BenchResult, path: Path) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    rows, colours = (
-        summarize(result.samples, pooled=True),
-        ("#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#888888"),
-    )
+    rows = summarize(result.samples, pooled=True)
+    colours = ("#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#888888")
     figure = Figure(figsize=(13, 4), layout="constrained")
     speed, stage, budget = figure.subplots(1, 3)
     for place, row in enumerate(reversed(rows)):

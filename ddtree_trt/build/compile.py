@@ -14,12 +14,11 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import ENGINES
-from ddtree_trt.artifact.limits import BUDGETS, SLOTS
-from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.manifest import BUDGETS, SCHEMA_VERSION, SLOTS, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
-from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.choice import backend_build, choose_backend, resolve_precision
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
@@ -118,7 +117,7 @@ def compile_engine(
         # A drafter that reads the target's states was trained on prompts of one format.
         if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
-        written = backend.write(directory, target, drafter, limits, precision, progress)
+        written = backend.write(directory, Inputs(target, drafter, limits, precision), progress)
         for line in written.notes:
             notice(line)
         if preset and preset.examples and request.checkpoint is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, sha256_files
 from ddtree_trt.artifact.manifest import FileEntry
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import BuildError
@@ -33,29 +33,22 @@ def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFES
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(destination)
-        if destination.exists():
-            _check_replaceable(destination, force, marker)
+        if destination.exists() and not destination.is_dir():
+            raise BuildError(f"{destination} exists and is not a directory; choose another path")
+        if destination.exists() and any(destination.iterdir()):
+            if not (destination / marker).is_file():
+                raise BuildError(f"{destination} exists and was not written by ddtree-trt; choose another path")
+            if not force:
+                raise BuildError(f"{destination} exists; give --force to replace it, or choose another path")
         probe = temporary_sibling(destination)
         probe.mkdir()
         probe.rmdir()
     except (FileExistsError, NotADirectoryError) as error:
-        raise BuildError(
-            f"cannot write {destination}: {error.filename} is not a directory; choose another path"
-        ) from error
+        problem = f"cannot write {destination}: {error.filename} is not a directory"
+        raise BuildError(f"{problem}; choose another path") from error
     except OSError as error:
         raise _cannot_write(destination, error) from error
     return destination
-
-
-def _check_replaceable(destination: Path, force: bool, marker: str) -> None:
-    if not destination.is_dir():
-        raise BuildError(f"{destination} exists and is not a directory; choose another path")
-    if not any(destination.iterdir()):
-        return
-    if not (destination / marker).is_file():
-        raise BuildError(f"{destination} exists and was not written by ddtree-trt; choose another path")
-    if not force:
-        raise BuildError(f"{destination} exists; give --force to replace it, or choose another path")
 
 
 @contextmanager
@@ -145,14 +138,4 @@ def _replace(temporary: Path, destination: Path, force: bool) -> None:
 def describe_files(directory: Path, progress: Progress = no_progress) -> dict[str, FileEntry]:
     """Size and digest of every file in `directory` that a manifest lists, in name order."""
     paths = [p for p in sorted(directory.iterdir()) if p.name not in (MANIFEST, *OF_THIS_MACHINE)]
-    total, done = sum(p.stat().st_size for p in paths), 0
-    entries = {}
-    for path in paths:
-        start = done
-
-        def report(read: int, start: int = start) -> None:
-            progress("digest files", start + read, total)
-
-        entries[path.name] = FileEntry(size=path.stat().st_size, sha256=sha256_file(path, report=report))
-        done += entries[path.name].size
-    return entries
+    return {path.name: FileEntry(size, sha256) for path, size, sha256 in sha256_files("digest files", paths, progress)}

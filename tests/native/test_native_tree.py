@@ -99,25 +99,6 @@ def test_tree_is_the_first_of_all_prefixes_sorted(rows: Rows, budget: int) -> No
     assert native_prefixes(*rows, budget) == all_prefixes(rows[0])[:budget]
 
 
-@given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-def test_tree_is_algorithm_1(rows: Rows, budget: int) -> None:
-    assert native_prefixes(*rows, budget) == algorithm_1(rows[0], budget)
-
-
-@given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-def test_tree_is_prefix_closed(rows: Rows, budget: int) -> None:
-    kept = {ranks for _, ranks in native_prefixes(*rows, budget)}
-    assert len(kept) == min(budget, len(all_prefixes(rows[0])))
-    assert all(len(ranks) == 1 or ranks[:-1] in kept for ranks in kept)
-
-
-@given(rows=TIED, small=st.integers(0, 40), large=st.integers(0, 40))
-def test_smaller_budget_is_the_beginning_of_a_larger_one(rows: Rows, small: int, large: int) -> None:
-    small, large = sorted((small, large))
-    larger = native_prefixes(*rows, large)
-    assert native_prefixes(*rows, small) == larger[:small]
-
-
 @pytest.mark.parametrize(("length", "width", "budget"), [(15, 64, 64), (15, 1024, 1024), (3, 500, 2000), (1, 5, 9)])
 def test_tree_of_production_size_is_algorithm_1(length: int, width: int, budget: int) -> None:
     logits = -np.sort(-np.random.default_rng(budget).normal(0, 3, (length, width)), axis=1)
@@ -131,14 +112,6 @@ def test_impossible_candidates_never_enter() -> None:
     token_ids = np.array([[7, 8], [9, 10]], np.int32)
     tokens, depths, parents, _ = _native.build_tree(log_probs, token_ids, 100)
     assert (tokens.tolist(), depths.tolist(), parents.tolist()) == ([7], [1], [-1, 0])
-
-
-def test_results_outlive_later_calls() -> None:
-    log_probs = np.array([[-0.5, -1.0]], np.float32)
-    first = _native.build_tree(log_probs, np.array([[1, 2]], np.int32), 2)
-    _native.build_tree(log_probs - 1, np.array([[3, 4]], np.int32), 2)
-    assert first[0].tolist() == [1, 2]
-    assert first[3].tolist() == [-0.5, -1.0]
 
 
 ROWS = np.array([[-0.5, -1.0, -1.5], [-0.25, -0.5, -4.0]], np.float32)
@@ -209,15 +182,6 @@ def test_packed_mask(parents: np.ndarray) -> None:
     unpacked = bits.reshape(tree_tokens, -1).astype(bool)
     np.testing.assert_array_equal(unpacked[:, :tree_tokens], ancestors(parents))
     assert not unpacked[:, tree_tokens:].any()
-
-
-@pytest.mark.parametrize("past", [0, 3])
-def test_attention_bias_of_a_branching_tree(past: int) -> None:
-    out = np.empty((6, past + 6), np.float32)
-    _native.attention_bias(BRANCHING, past, out)
-    seen = [np.flatnonzero(row[past:] == 0).tolist() for row in out]
-    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 5]]
-    assert (out[:, :past] == 0).all()
 
 
 def walk_plainly(parents: np.ndarray, token_ids: np.ndarray, choices: np.ndarray) -> list[int]:

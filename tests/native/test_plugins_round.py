@@ -83,21 +83,6 @@ def test_large_tree_build_equals_the_host(tied: bool) -> None:
     check_build(log_probs, 1 + MAX_DEVICE_BUDGET, None)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_host_tree_build_equals_the_reference(tied: bool) -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(50):
-        length, width, budget = int(rng.integers(1, 8)), int(rng.integers(1, 8)), int(rng.integers(0, 60))
-        log_probs = falling(rng, (1, length, width), tied)[0]
-        candidates = rng.integers(0, 1000, log_probs.shape).astype(np.int32)
-        parents, ranks, depths, weights = reference.build_tree(log_probs, budget)
-        ids, host_depths, host_parents, host_weights = _native.build_tree(log_probs, candidates, budget)
-        np.testing.assert_array_equal(ids, candidates[depths - 1, ranks])
-        np.testing.assert_array_equal(host_depths, depths)
-        np.testing.assert_array_equal(host_parents, parents)
-        np.testing.assert_array_equal(host_weights, weights)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 17, 32, 33, 65, 129, 513, 1025])
 def test_packed_mask_equals_the_host(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
@@ -183,42 +168,37 @@ def new_cache(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return cache
 
 
-def test_compaction_of_every_kept_set_of_windows_up_to_8() -> None:
-    for window in range(9):
-        for size in range(window + 1):
-            for keep in itertools.combinations(range(window), size):
-                cache = new_cache((1, 1, 1, 12, 8), window)
-                padded = np.array([[*keep, *[-1] * (8 - size)]], np.int32)
-                expected = reference.compact(
-                    cache, np.zeros(1, np.int32), np.array([3], np.int32), padded, np.array([size])
-                )
-                compact(cache, [0], [3], padded, [size])
-                np.testing.assert_array_equal(cache, expected)
+def check_compaction(cache: np.ndarray, slot_ids: ArrayLike, past_len: ArrayLike, keeps: list[list[int]]) -> None:
+    """The host's function and the kernel move the same bytes, and no others, as the reference."""
+    slots, past = np.asarray(slot_ids, np.int32), np.asarray(past_len, np.int32)
+    counts = np.array([len(keep) for keep in keeps], np.int32)
+    padded = np.array([[*keep, *[-1] * (max(counts.max(), 1) - len(keep))] for keep in keeps], np.int32)
+    expected, host = reference.compact(cache, slots, past, padded, counts), cache.copy()
+    for slot, start, keep in zip(slots, past, keeps, strict=True):
+        _native.compact_rows(
+            bases=np.array([plane[slot].ctypes.data for plane in host], np.uint64), heads=cache.shape[2],
+            head_stride_bytes=host.strides[2], row_bytes=host.strides[3], start=int(start),
+            keep=np.array(keep, np.int32), rows=cache.shape[3],
+        )  # fmt: skip
+    np.testing.assert_array_equal(host, expected)
+    compact(cache, slots, past, padded, counts)
+    np.testing.assert_array_equal(cache, expected)
+
+
+@pytest.mark.parametrize("window", range(9))
+def test_compaction_of_every_kept_set_of_a_window(window: int) -> None:
+    for size in range(window + 1):
+        for keep in itertools.combinations(range(window), size):
+            check_compaction(new_cache((1, 1, 1, 12, 8), window), [0], [3], [list(keep)])
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_compaction_of_random_sets_equals_reference_and_host(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    planes, slots, heads, capacity = 2, 3, 5, 80
-    width = int(rng.choice([8, 64, 128]))
-    cache = new_cache((planes, slots, heads, capacity, width), seed)
-    slot_ids = rng.permutation(slots)[:2].astype(np.int32)
-    past_len = rng.integers(0, capacity, 2).astype(np.int32)
-    keep = np.full((2, 40), -1, np.int32)
-    keep_count = np.zeros(2, np.int32)
-    for i in range(2):
-        kept = np.sort(rng.permutation(capacity - past_len[i])[: rng.integers(0, 40)])
-        keep[i, : len(kept)], keep_count[i] = kept, len(kept)
-    expected, host = reference.compact(cache, slot_ids, past_len, keep, keep_count), cache.copy()
-    for i, slot in enumerate(slot_ids):
-        _native.compact_rows(
-            bases=np.array([host[p, slot].ctypes.data for p in range(planes)], np.uint64), heads=heads,
-            head_stride_bytes=host.strides[2], row_bytes=host.strides[3], start=int(past_len[i]),
-            keep=keep[i, : keep_count[i]].copy(), rows=capacity,
-        )  # fmt: skip
-    compact(cache, slot_ids, past_len, keep, keep_count)
-    np.testing.assert_array_equal(cache, expected)
-    np.testing.assert_array_equal(host, expected)
+def test_compaction_of_random_sets(seed: int) -> None:
+    rng, capacity = np.random.default_rng(seed), 80
+    past_len = rng.integers(0, capacity, 2)
+    keeps = [np.sort(rng.permutation(capacity - past)[: rng.integers(0, 40)]).tolist() for past in past_len]
+    cache = new_cache((2, 3, 5, capacity, int(rng.choice([8, 64, 128]))), seed)
+    check_compaction(cache, rng.permutation(3)[:2], past_len, keeps)
 
 
 @pytest.mark.parametrize(

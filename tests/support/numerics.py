@@ -93,16 +93,16 @@ class Follower:
         self._tree: TokenTree | None = None
         self._told: list[Array] = []  # states [m, M·H] of the last commit
         drafter = drafter_of(engine)
-        learn = drafter.learn
+        append = drafter.append_context
 
         def spy(slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
             assert states is not None
             if slot == self.slot:
                 assert token_ids.tolist() == self.tokens[-len(token_ids) :]
                 self._told.append(np.asarray(states).astype(np.float32))
-            learn(slot, token_ids, states)
+            append(slot, token_ids, states)
 
-        drafter.learn = spy
+        drafter.append_context = spy
 
     def prefill(self, token_ids: Sequence[int] | NDArray[np.int64], *, taps: bool = True) -> None:
         self.tokens += [int(t) for t in token_ids]

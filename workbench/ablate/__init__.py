@@ -19,8 +19,7 @@ from statistics import median
 from typing import Any
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.limits import Limits
-from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_engine, describe_environment, engine_runs, measure
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
@@ -169,13 +168,11 @@ def text(result: Result) -> str:
     """Every question that has an answer, as a table."""
     heap = [row for row in result["policies"] if row.policy == HEAP.name]
     longest = max((max(row.histogram) for row in heap), default=0)
-    shares = [
-        [
-            str(row.nodes),
-            *(f"{100 * row.histogram.get(n, 0) / sum(row.histogram.values()):.0f}" for n in range(1, longest + 1)),
-        ]
-        for row in heap
-    ]
+    lengths = range(1, longest + 1)
+    shares = []
+    for row in heap:
+        rounds = sum(row.histogram.values())
+        shares.append([str(row.nodes), *(f"{100 * row.histogram.get(n, 0) / rounds:.0f}" for n in lengths)])
     times = [
         [f"{r['temperature']:g}", r["case"], f"{r['tau']:.2f}", f"{r['tokens_per_s']:.0f}", f"{r['speedup']:.2f}×"]
         for r in (*result["budgets"], *result["temperatures"])
@@ -187,7 +184,7 @@ def text(result: Result) -> str:
         ("τ by policy, equal nodes", _pivot(result["policies"], "policy")),
         ("τ of the heap, at most so deep", _pivot(result["depths"], "depth")),
         ("τ of the heap by candidates", _pivot(result["conditionals"], "candidates")),
-        ("rounds of the heap by tokens committed, %", (["nodes", *map(str, range(1, longest + 1))], shares)),
+        ("rounds of the heap by tokens committed, %", (["nodes", *map(str, lengths)], shares)),
         ("parts of tree_build and the mask, ms", (["nodes", "copy", "heap", "mask"], builds)),
         ("decoded", (["T", "case", "τ", "tokens/s", "speedup"], times)),
     ]
@@ -195,16 +192,14 @@ def text(result: Result) -> str:
         line for heading, (head, rows) in tables if rows for line in (f"**{heading}**", "", *table(head, rows), "")
     ]
     engine, env = result["engine"], result["environment"]
-    return "\n".join(
-        [
-            *lines,
-            f"- τ: tokens per round over {result['texts']} texts, {result['tokens']} tokens; beams at their best.",
-            f"- {engine['name']}, {engine['backend']} {engine['precision']}; its cache takes "
-            f"{result['limits']['max_seq_len']} tokens beside trees of {result['limits']['max_tree_budget']} nodes.",
-            f"- {env['machine']}; ddtree-trt {env['version']}; {env['started']}, load {env['load_1min']}.",
-            "",
-        ]
-    )
+    lines += [
+        f"- τ: tokens per round over {result['texts']} texts, {result['tokens']} tokens; beams at their best.",
+        f"- {engine['name']}, {engine['backend']} {engine['precision']}; its cache takes "
+        f"{result['limits']['max_seq_len']} tokens beside trees of {result['limits']['max_tree_budget']} nodes.",
+        f"- {env['machine']}; ddtree-trt {env['version']}; {env['started']}, load {env['load_1min']}.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _pivot(rows: Sequence[TreeRow], column: str) -> tuple[list[str], list[list[str]]]:

@@ -19,18 +19,7 @@ LEGEND = (
     "p50 / p90 / p99 of the answered requests, as their clients saw them; a request of an open loop counts from the "
     "time it was due. τ: tokens of a round that verified drafts."
 )
-_HEAD = [
-    "load",
-    "method",
-    "tokens/s",
-    "over ar",
-    "requests/s",
-    "first token ms",
-    "per token ms",
-    "whole ms",
-    "τ",
-    "answered",
-]
+_FIGURES = ["tokens/s", "over ar", "requests/s", "first token ms", "per token ms", "whole ms", "τ", "answered"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def text(result: LoadResult) -> str:
         f"client on {env['machine']}, load {env['load_1min']} at the end; ddtree-trt {env['version']}",
         *(f"{r.level}, {r.method}: {count} × {error}" for r in result.runs for error, count in r.errors.items()),
     ]
-    rows = table(_HEAD, _lines(result))
+    rows = table(["load", "method", *_FIGURES], _lines(result))
     return "\n".join([*rows, "", LEGEND, "", *(f"- {note}" for note in notes), ""])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, Backend
 from ddtree_trt.artifact.manifest import AttentionName, Limits
@@ -42,6 +42,20 @@ class BuilderOptions:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What an engine is built of."""
+
+    target: Checkpoint
+    drafter: Checkpoint
+    limits: Limits
+    precision: PrecisionName
+
+    @property
+    def networks(self) -> tuple[TransformerDims, TransformerDims]:
+        return self.target.dims, self.drafter.dims
+
+
+@dataclass(frozen=True)
 class Written:
     """The manifest's fields that a backend fills when it has written its files."""
 
@@ -51,8 +65,9 @@ class Written:
     notes: tuple[str, ...] = ()  # lines for the user
 
 
-class BackendBuild(Protocol):
-    """A backend's part of a build, made by `choice.backend_build`."""
+class BackendBuild:
+    """A backend's part of a build, made by `choice.backend_build`. Without its own methods it builds on any machine,
+    every network, and no plans."""
 
     backend: Backend
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
@@ -65,17 +80,12 @@ class BackendBuild(Protocol):
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName | None:
         """What computes the attention of their plans; None for a backend without plans."""
+        return None
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         """About the bytes of the engine directory."""
+        raise NotImplementedError
 
-    def write(
-        self,
-        directory: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        precision: PrecisionName,
-        progress: Progress,
-    ) -> Written:
+    def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         """Write the backend's files into `directory`. Raises BuildError, or OSError when the disk is full."""
+        raise NotImplementedError

@@ -137,7 +137,7 @@ def test_a_killed_build_and_those_after_it(cli: Cli, pair: list[object], tmp_pat
 def kinds(*names: str) -> str:
     build = rtx.RtxBuild(BuilderOptions(gpus=names))
     checkpoint: Any = type("Plain", (), {"quantization": None})
-    return " ".join(build._kinds_for(checkpoint))
+    return " ".join(build.kinds_for(checkpoint))
 
 
 def test_the_kinds_an_engine_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

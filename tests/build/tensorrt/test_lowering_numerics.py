@@ -62,8 +62,8 @@ class Beside:
         """Trees of so many nodes by slot in one pass; a random path of each is kept."""
         trees = {slot: random_tree(self.rng, n, self.vocab) for slot, n in nodes.items()}
         found = self.lowered.verify(trees)
-        verdicts = self.engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
-        for (slot, tree), verdict in zip(trees.items(), verdicts, strict=True):
+        for slot, tree in trees.items():
+            (verdict,) = self.engine.verify([VerifyRequest(slot, tree)])
             choices, logits = found[slot]
             self.close(logits, np.asarray(verdict.logits), f"tree of {len(tree)} in slot {slot}")
             np.testing.assert_array_equal(choices, logits.argmax(-1))

@@ -133,12 +133,11 @@ class Both:
         and the path is the longest, a block at most."""
         make = deep_tree if deep else random_tree
         trees = {slot: make(self.rng, size, self.vocab) for slot, size in sizes.items()}
-        requests = [VerifyRequest(slot, tree) for slot, tree in trees.items()]
-        said, expected = self.engine.verify(requests), self.other.verify(requests)
-        for found, wanted in zip(said, expected, strict=True):
+        said = self.engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
+        for (slot, tree), found in zip(trees.items(), said, strict=True):
+            (wanted,) = self.other.verify([VerifyRequest(slot, tree)])
             np.testing.assert_allclose(np.asarray(found.logits), wanted.logits, atol=2e-3)
             assert found.choices.dtype == np.int64
-        for slot, tree in trees.items():
             end = int(tree.depths.argmax()) if deep else int(self.rng.integers(len(tree)))
             path = path_to(tree, end)[:BLOCK]
             self.commits.append(len(path))

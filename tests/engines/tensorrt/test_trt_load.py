@@ -1,28 +1,26 @@
-"""Opening a TensorRT engine: whatever differs is refused before a plan is read, with what differs and what to do."""
+"""Opening an engine of TensorRT or TensorRT for RTX: whatever differs is refused before a plan is read, with what
+differs and what to do; and the kernels that TensorRT for RTX keeps."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine_builds import PACKAGED
 from fake_cuda import cudaError_t
-from fake_trt_engine import FORMS, Lowerings, Machine, installed
+from fake_trt_engine import FORMS, RTX, Lowerings, Machine, installed
 from fake_trt_runtime import VERSION
 from safetensors.numpy import load_file
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import FileEntry, Limits, load_manifest
-from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.tensor_files import STORED
 from ddtree_trt.device import buffers
 from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDependency
 from ddtree_trt.inspection import inspect_engine
@@ -31,16 +29,18 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=8, prefill_chunk=16)
+ALL = {**FORMS, "rtx": RTX}
+REBUILD = "ddtree-trt build --target tiny"
 
 
-@pytest.fixture(scope="module", params=["plugin", "native"])
+@pytest.fixture(scope="module", params=ALL)
 def lowerings(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Lowerings:
-    folder, form = tmp_path_factory.mktemp("lowered"), FORMS[request.param]
+    folder, form = tmp_path_factory.mktemp("lowered"), ALL[request.param]
     return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", tiny_engine, LIMITS, "fp16", form)
 
 
-with_plugins = pytest.mark.parametrize("lowerings", ["plugin"], indirect=True)
-native = pytest.mark.parametrize("lowerings", ["native"], indirect=True)
+def of(*forms: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("lowerings", forms, indirect=True)
 
 
 @pytest.fixture
@@ -49,108 +49,28 @@ def machine(lowerings: Lowerings) -> Iterator[Machine]:
         yield machine
 
 
-def refused(machine: Machine, kind: type[DDTreeError], *words: str, rebuild: bool = True) -> None:
-    """Opening fails with these words, before a plan was given to TensorRT, and everything is given back."""
+def failing(machine: Machine, kind: type[DDTreeError], *words: str) -> str:
+    """Opening fails with these words, and everything is given back."""
     with pytest.raises(kind) as caught:
         open_engine(machine.directory)
     message = str(caught.value)
     assert not [word for word in words if word not in message], message
-    assert ("ddtree-trt build --target tiny" in message) == rebuild, message
-    assert "--backend tensorrt --precision fp16" in message or not rebuild
-    assert not [call for call in machine.trt.calls if call[1] == "deserialize_cuda_engine"]
     assert not machine.cuda.leaks
+    return message
+
+
+def refused(machine: Machine, kind: type[DDTreeError], *words: str) -> str:
+    """As `failing`, before a plan was given to TensorRT. The command that rebuilds the engine is whole."""
+    message = failing(machine, kind, *words)
+    options = f"--backend {machine.form.backend} --precision fp16"
+    options += " --gpu sm89 --gpu sm120" if machine.form is RTX else ""
+    assert REBUILD not in message or options in message
+    assert not [call for call in machine.trt.calls if call[1] == "deserialize_cuda_engine"]
+    return message
 
 
 def toolchain(machine: Machine, **changes: str) -> None:
     machine.edit(toolchain={**load_manifest(machine.directory).toolchain, **changes})
-
-
-def test_it_opens(machine: Machine) -> None:
-    engine = open_engine(machine.directory)
-    plugins = [] if machine.form.native else [str(machine.plugin_library)]
-    assert machine.trt.loaded == plugins
-    engine.close()
-    engine = open_engine(machine.directory)  # the plugins are in the process's registry by now
-    assert machine.trt.loaded == plugins
-    engine.close()
-    assert not machine.cuda.leaks
-
-
-def test_another_tensorrt(machine: Machine) -> None:
-    toolchain(machine, tensorrt="11.3.0.9")
-    refused(machine, ArtifactError, "TensorRT 11.3.0.9", f"found {VERSION}")
-
-
-@pytest.mark.parametrize("sm", [80, 100])
-def test_another_gpu(machine: Machine, sm: int) -> None:
-    machine.cuda.sm = sm
-    refused(machine, ArtifactError, "sm_90 (Pretended GPU)", f"found sm_{sm} (Pretended GPU)")
-
-
-def test_no_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.cuda.fail["cudaGetDeviceCount"] = cudaError_t.cudaErrorInsufficientDriver
-    refused(machine, ArtifactError, "sm_90", "cudaErrorInsufficientDriver")
-    monkeypatch.setattr(machine.cuda, "cudaGetDeviceCount", lambda: (cudaError_t.cudaSuccess, 0), raising=False)
-    refused(machine, ArtifactError, "sm_90", "found none")
-
-
-def test_another_cuda_and_an_old_driver(machine: Machine) -> None:
-    machine.cuda.runtime = 12090
-    refused(machine, ArtifactError, "CUDA 13.x", "found 12.9")
-    machine.cuda.runtime, machine.cuda.driver = 13010, 12080
-    refused(machine, ArtifactError, "driver for CUDA 13", "CUDA 12.8", "newer NVIDIA driver", rebuild=False)
-
-
-@with_plugins
-@pytest.mark.parametrize("field", ["name", "version", "namespace", "abi"])
-def test_another_plugin(machine: Machine, field: str) -> None:
-    plugin = load_manifest(machine.directory).plugin
-    assert plugin is not None
-    machine.edit(plugin={**plugin, field: "7"})
-    refused(machine, ArtifactError, f"plugin {field} '7'")
-
-
-@with_plugins
-def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
-    """Of the same ABI: the number is the promise, whatever the file's bytes."""
-    machine.plugin_library.write_bytes(b"the same plugins by another compiler")
-    plugin = load_manifest(machine.directory).plugin or {}
-    assert plugin["sha256"] != artifact.sha256_file(machine.plugin_library)
-    open_engine(machine.directory).close()
-    machine.trt.calls.clear()
-    machine.edit(plugin={**plugin, "abi": str(plugins.ABI - 1)})
-    refused(machine, ArtifactError, f"plugin abi '{plugins.ABI - 1}', this ddtree-trt has '{plugins.ABI}'")
-
-
-@with_plugins
-def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any) -> Any:
-        raise MissingDependency("not built; run `make plugins`")
-
-    monkeypatch.setattr(library, "find", missing)
-    refused(machine, MissingDependency, "make plugins", rebuild=False)
-
-
-@pytest.mark.parametrize("module", ["tensorrt", "cuda.bindings.runtime"])
-def test_a_package_that_is_not_installed(machine: Machine, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    refused(machine, MissingDependency, module.split(".")[0], "pip install --editable '.[tensorrt]'", rebuild=False)
-
-
-def test_a_gpu_that_is_too_small(machine: Machine) -> None:
-    machine.cuda.memory_bytes = 1 << 20
-    refused(machine, EngineError, "of GPU memory", "0.00 GB of 0.00 GB are free", "--max-batch")
-
-
-def test_a_file_that_was_changed(machine: Machine) -> None:
-    (machine.directory / artifact.TARGET_PLAN).write_bytes(b"the target's PLAN")
-    refused(machine, ArtifactError, artifact.TARGET_PLAN, "sha256 differs")
-
-
-def test_an_autoregressive_drafter_without_its_tables(machine: Machine) -> None:
-    manifest = load_manifest(machine.directory)
-    machine.edit(drafter_kind="autoregressive", drafter_dims=manifest.target_dims)
-    refused(machine, ArtifactError, "has no tensor 'drafter.embedding'")
 
 
 def rewrite(machine: Machine, name: str, data: bytes) -> None:
@@ -161,6 +81,159 @@ def rewrite(machine: Machine, name: str, data: bytes) -> None:
     machine.edit(files={**files, name: FileEntry(len(data), artifact.sha256_file(path))})
 
 
+def test_it_opens(machine: Machine) -> None:
+    wanted = [] if machine.form.native else [str(machine.plugin_library)]
+    for _ in range(2):  # the second time the plugins are in the process's registry
+        open_engine(machine.directory).close()
+        assert machine.trt.loaded == wanted
+    assert not machine.cuda.leaks
+
+
+# What is refused
+
+Change = Callable[[Machine, pytest.MonkeyPatch], Any]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    change: Change
+    words: tuple[str, ...]
+    kind: type[DDTreeError] = ArtifactError
+    rebuild: bool = True  # whether the advice is to rebuild it
+    forms: tuple[str, ...] = tuple(ALL)
+
+
+def edit_plugin(field: str, value: str) -> Change:
+    def change(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+        machine.edit(plugin={**(load_manifest(machine.directory).plugin or {}), field: value})
+
+    return change
+
+
+def without(*modules: str) -> Change:
+    def change(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+        for module in modules:
+            patch.setitem(sys.modules, module, None)
+
+    return change
+
+
+def set_cuda(**values: Any) -> Change:
+    return lambda machine, patch: vars(machine.cuda).update(values)
+
+
+def no_library(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise MissingDependency("not built; run `make plugins`")
+
+    patch.setattr(library, "find", missing)
+
+
+def odd_slots(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+    dims = load_manifest(machine.directory).drafter_dims
+    machine.edit(drafter_dims=replace(dims, num_kv_heads=1, num_heads=1), limits=replace(LIMITS, max_seq_len=63))
+
+
+def no_device(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(machine.cuda, "cudaGetDeviceCount", lambda: (cudaError_t.cudaSuccess, 0), raising=False)
+
+
+def autoregressive(machine: Machine, patch: pytest.MonkeyPatch) -> None:
+    machine.edit(drafter_kind="autoregressive", drafter_dims=load_manifest(machine.directory).target_dims)
+
+
+TENSORRT = tuple(FORMS)
+REFUSALS = {
+    "another TensorRT": Refusal(
+        lambda m, _: toolchain(m, tensorrt="11.3.0.9"),
+        ("TensorRT 11.3.0.9", f"found {VERSION}"),
+        forms=TENSORRT,
+    ),
+    "another TensorRT for RTX": Refusal(
+        lambda m, _: toolchain(m, **{"tensorrt-rtx": "1.6.0.3"}),
+        ("built for TensorRT for RTX 1.6.0.3", f"found {VERSION}"),
+        forms=("rtx",),
+    ),
+    "an older GPU": Refusal(set_cuda(sm=80), ("sm_90 (Pretended GPU)", "found sm_80 (Pretended GPU)"), forms=TENSORRT),
+    "a newer GPU": Refusal(set_cuda(sm=100), ("sm_90 (Pretended GPU)", "found sm_100"), forms=TENSORRT),
+    "a GPU of another kind": Refusal(
+        set_cuda(sm=86), ("a GPU of sm89 or sm120", "found sm_86", "--gpu sm120 --gpu sm86"), forms=("rtx",)
+    ),
+    "a GPU that RTX does not serve": Refusal(
+        set_cuda(sm=90), ("found sm_90 (Pretended GPU)", "use --backend tensorrt"), rebuild=False, forms=("rtx",)
+    ),
+    "a driver that does not start": Refusal(
+        lambda m, _: m.cuda.fail.update(cudaGetDeviceCount=cudaError_t.cudaErrorInsufficientDriver),
+        ("a GPU of sm", "cudaErrorInsufficientDriver"),
+    ),
+    "no GPU": Refusal(no_device, ("a GPU of sm", "found none")),
+    "another CUDA": Refusal(set_cuda(runtime=12090), ("CUDA 13.x", "found 12.9"), forms=TENSORRT),
+    "an old driver": Refusal(
+        set_cuda(runtime=13010, driver=12080),
+        ("driver for CUDA 13", "CUDA 12.8", "newer NVIDIA driver"),
+        rebuild=False,
+    ),
+    **{
+        f"another plugin {field}": Refusal(edit_plugin(field, "7"), (f"plugin {field} '7'",), forms=("plugin",))
+        for field in ("name", "version", "namespace", "abi")
+    },
+    "no plugin library": Refusal(no_library, ("make plugins",), MissingDependency, rebuild=False, forms=("plugin",)),
+    "no TensorRT": Refusal(
+        without("tensorrt"), ("pip install --editable '.[tensorrt]'",), MissingDependency, False, TENSORRT
+    ),
+    "no TensorRT for RTX": Refusal(
+        without("tensorrt_rtx", "tensorrt_rtx_bindings"),
+        ("built with TensorRT for RTX", VERSION, "[tensorrt-rtx]"),
+        MissingDependency,
+        False,
+        ("rtx",),
+    ),
+    "no cuda-python": Refusal(
+        without("cuda.bindings.runtime"), ("backend cannot import cuda", "[tensorrt"), MissingDependency, False
+    ),
+    "a GPU that is too small": Refusal(
+        set_cuda(memory_bytes=1 << 20), ("of GPU memory", "0.00 GB of 0.00 GB are free", "--max-batch"), EngineError
+    ),
+    "a changed file": Refusal(
+        lambda m, _: (m.directory / artifact.TARGET_PLAN).write_bytes(b"the target's PLAN"),
+        (artifact.TARGET_PLAN, "sha256 differs"),
+    ),
+    "an autoregressive drafter without tables": Refusal(autoregressive, ("has no tensor 'drafter.embedding'",)),
+    "slots at addresses that TensorRT does not take": Refusal(
+        odd_slots, ("a slot of the drafter's cache is 10112 bytes, expected a multiple of 256",), forms=("native",)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("lowerings", "name"),
+    [(form, name) for form in ALL for name, refusal in REFUSALS.items() if form in refusal.forms],
+    indirect=["lowerings"],
+)
+def test_what_differs_is_refused(machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = REFUSALS[name]
+    refusal.change(machine, monkeypatch)
+    assert (REBUILD in refused(machine, refusal.kind, *refusal.words)) == refusal.rebuild
+
+
+@of("rtx")
+def test_any_kind_of_gpu_that_it_was_built_for_serves(machine: Machine) -> None:
+    machine.cuda.sm = 120
+    open_engine(machine.directory).close()
+
+
+@of("plugin")
+def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
+    """Of the same ABI: the number is the promise, whatever the file's bytes."""
+    machine.plugin_library.write_bytes(b"the same plugins by another compiler")
+    assert (load_manifest(machine.directory).plugin or {})["sha256"] != artifact.sha256_file(machine.plugin_library)
+    open_engine(machine.directory).close()
+    machine.trt.calls.clear()
+    edit_plugin("abi", str(plugins.ABI - 1))(machine, pytest.MonkeyPatch())
+    refused(machine, ArtifactError, f"plugin abi '{plugins.ABI - 1}', this ddtree-trt has '{plugins.ABI}'")
+
+
+@of("plugin", "native")
 def test_tables_of_another_model(machine: Machine) -> None:
     stored = (machine.directory / artifact.SHARED_WEIGHTS).read_bytes()
     rewrite(machine, artifact.SHARED_WEIGHTS, stored.replace(b'"F16"', b'"I16"'))
@@ -179,62 +252,49 @@ def test_inspect_says_what_differs(machine: Machine) -> None:
     plans = sum(entry.size for name, entry in report.manifest.files.items() if name.endswith(".plan"))
     dims = report.manifest.target_dims
     assert report.memory.weights_bytes == plans + (2 + 4) * dims.vocab_size * dims.hidden_size  # embedding, head
-    toolchain(machine, tensorrt="11.3.0.9")
-    assert "TensorRT 11.3.0.9" in str(inspect_engine(machine.directory).problem)
+    toolchain(machine, **{machine.form.backend: "1.0.0.9"})
+    assert "1.0.0.9" in str(inspect_engine(machine.directory).problem)
 
 
 # From here on a plan was read
 
 
-def failing(machine: Machine, kind: type[DDTreeError], match: str) -> None:
-    with pytest.raises(kind, match=match):
-        open_engine(machine.directory)
-    assert not machine.cuda.leaks
-
-
+@of("plugin", "native")
 def test_a_plan_tensorrt_does_not_take(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     rewrite(machine, artifact.DRAFTER_PLAN, b"something else")
     with caplog.at_level(logging.WARNING, "ddtree_trt.tensorrt"):
-        failing(machine, ArtifactError, "cannot load .*drafter.plan: Serialization assertion failed; rebuild with")
+        failing(machine, ArtifactError, "drafter.plan: Serialization assertion failed; rebuild with", "cannot load")
     assert caplog.messages == ["this is a warning"]
 
 
-@with_plugins
+@of("plugin")
 def test_plugins_tensorrt_does_not_take(machine: Machine) -> None:
     machine.trt.takes_plugins = False
     failing(machine, EngineError, "does not take the plugin library")
 
 
+@of("plugin", "native")
 def test_a_plan_of_another_engine(machine: Machine) -> None:
     tensors = load_manifest(machine.directory).tensors
     machine.edit(tensors={**tensors, "target": {**tensors["target"], "outputs": ["logits"]}})
     failing(machine, ArtifactError, "the manifest and the target's plan differ in tensor choices")
-    machine.edit(tensors=tensors, limits=replace(LIMITS, max_batch=3))
-    if machine.form.native:
-        machine.edit(tensors=tensors, limits=replace(LIMITS, max_seq_len=63))
+    limits = replace(LIMITS, max_seq_len=63) if machine.form.native else replace(LIMITS, max_batch=3)
+    machine.edit(tensors=tensors, limits=limits)
     expected, found = ("-1, 2, 79", "-1, 2, 80") if machine.form.native else ("3, 2, 80", "2, 2, 80")
-    failing(machine, ArtifactError, rf"past_key.0 of the target should be \({expected}, 64\), found \({found}, 64\)")
-
-
-def test_a_commit_plan_of_another_engine(machine: Machine) -> None:
+    failing(machine, ArtifactError, f"past_key.0 of the target should be ({expected}, 64), found ({found}, 64)")
+    machine.edit(limits=LIMITS)
     rewrite(machine, artifact.COMPACTION_PLAN, b"the drafter's plan")
     failing(machine, ArtifactError, "the manifest and the compaction's plan differ in tensor")
 
 
-@native
-def test_slots_that_begin_where_tensorrt_takes_no_address(machine: Machine) -> None:
-    dims = load_manifest(machine.directory).drafter_dims
-    machine.edit(drafter_dims=replace(dims, num_kv_heads=1, num_heads=1), limits=replace(LIMITS, max_seq_len=63))
-    refused(machine, ArtifactError, "a slot of the drafter's cache is 10112 bytes, expected a multiple of 256")
-
-
+@of("plugin")
 def test_memory_that_runs_out_after_all(machine: Machine) -> None:
-    machine.cuda.fail["cudaMalloc"] = cudaError_t.cudaErrorMemoryAllocation
-    failing(machine, EngineError, "cudaMalloc failed with cudaErrorMemoryAllocation")
-    machine.cuda.fail["cudaHostAlloc"] = cudaError_t.cudaErrorMemoryAllocation
-    failing(machine, EngineError, "cudaHostAlloc failed with cudaErrorMemoryAllocation")
+    for function in ("cudaMalloc", "cudaHostAlloc"):
+        machine.cuda.fail[function] = cudaError_t.cudaErrorMemoryAllocation
+        failing(machine, EngineError, f"{function} failed with cudaErrorMemoryAllocation")
 
 
+@of("plugin", "native")
 def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
     engine = open_engine(machine.directory)
     layout = engine.layout  # type: ignore[attr-defined]
@@ -246,17 +306,7 @@ def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
-)
-def test_a_head_becomes_float32_on_its_way(precision: str, dtype: torch.dtype) -> None:
-    values = torch.tensor([0.0, -0.0, 1.0, -1.0078125, 6e-5, 3.0e4, -65280.0, float("inf")]).to(dtype)
-    stored = values.view(torch.uint8).numpy().copy().view(STORED[PRECISIONS[precision].safetensors])
-    found = stored.astype(np.float32)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found.view(np.uint32), values.float().numpy().view(np.uint32))
-
-
+@of("plugin", "native")
 @pytest.mark.parametrize("piece", [256, 1 << 24])
 def test_the_head_is_on_the_device_once_more_in_float32(
     machine: Machine, piece: int, monkeypatch: pytest.MonkeyPatch
@@ -274,3 +324,51 @@ def test_the_head_is_on_the_device_once_more_in_float32(
     np.testing.assert_array_equal(head.reshape(stored["embedding"].shape), stored["embedding"].astype(np.float32))
     assert engine._loaded.target_tables == {"embedding": at[buffers.EMBEDDING], "lm_head": at[buffers.HEAD]}
     engine.close()
+
+
+# The kernels that TensorRT for RTX keeps
+
+
+def opened(machine: Machine) -> int:
+    """Open and warm the engine, and close it; the kernels that were compiled."""
+    before = machine.trt.compiled
+    open_engine(machine.directory, warm=True).close()
+    return machine.trt.compiled - before
+
+
+@of("rtx")
+def test_the_second_start_compiles_nothing(machine: Machine) -> None:
+    assert opened(machine) > 10
+    stored = (machine.directory / artifact.KERNEL_CACHE).read_bytes()
+    assert stored.startswith(b"kernels for sm89\n")
+    # What is compiled later would take the place of kernels that a graph holds; see `FakeContext`.
+    kernels = stored.decode().splitlines()[1:]
+    assert [k for k in kernels if k.endswith(" any")] == ["target 0 any"]  # prompts of any length
+    assert len([k for k in kernels if k.startswith("target 0 [")]) >= len(buffers.buckets(9))
+    assert opened(machine) == 0
+    assert (machine.directory / artifact.KERNEL_CACHE).read_bytes() == stored
+    assert not list(machine.directory.glob(".*")), "written whole"
+    inspect_engine(machine.directory)  # which verifies every file
+
+
+@of("rtx")
+@pytest.mark.parametrize("stored", [b"", b"kernels for sm120\nnone", b"\xff\x00 something else"])
+def test_kernels_that_do_not_fit_are_compiled_anew(machine: Machine, stored: bytes) -> None:
+    path = machine.directory / artifact.KERNEL_CACHE
+    path.write_bytes(stored)
+    assert opened(machine) > 10
+    assert path.read_bytes().startswith(b"kernels for sm89\n")
+
+
+@of("rtx")
+def test_a_directory_nobody_may_write_to(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.opening.write_atomically", refuse)
+    with caplog.at_level(logging.WARNING, "ddtree_trt.tensorrt"):
+        assert opened(machine) > 10
+    assert f"{artifact.KERNEL_CACHE} cannot be written (Permission denied)" in caplog.text
+    assert "compiled at every start" in caplog.text

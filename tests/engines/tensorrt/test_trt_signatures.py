@@ -1,79 +1,49 @@
-"""The calls of the TensorRT engine beside the interfaces that TensorRT and cuda-python ship."""
+"""The fakes of CUDA and TensorRT beside what ships. Calls of TensorRT are checked where `FakeTrt` lists them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_cuda import FakeCuda
 from fake_trt_engine import PROMPTS, RTX, Lowerings, generate, installed
 from real_builder import rtx
-from real_tensorrt import check_call, cuda_names, real_tensorrt, site
+from real_tensorrt import WrongCall, cuda_names, site
 
 from ddtree_trt.device.libraries import make_log
 from ddtree_trt.runtime.llm import LLM
 
-# The shipping interfaces
 
-
-def test_every_call_is_one_that_tensorrt_has(running: Any) -> None:
-    llm, machine = running
-    generate(llm, PROMPTS[:1], method="ddtree", tree_budget=8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(sys.modules, "tensorrt")
-        real = real_tensorrt()
-    seen = {(cls, method): arguments for cls, method, *arguments in machine.trt.calls}
-    for (cls, method), arguments in seen.items():
-        check_call(getattr(getattr(real, cls), method), arguments, {})
-    check_names(real)
-    assert hasattr(real.IPluginRegistry, "all_creators")
-
-
-def test_every_call_is_one_that_tensorrt_for_rtx_has(small_engine: Path, tmp_path: Path) -> None:
-    lowerings = Lowerings.packaged(tmp_path, small_engine, RTX, "fp16")
+def test_the_fake_of_tensorrt_has_what_ships(small_engine: Any, tmp_path: Any) -> None:
     real = rtx()
-    with installed(lowerings.machine()) as machine:
+    with installed(Lowerings.packaged(tmp_path, small_engine, RTX, "fp16").machine()) as machine:
         machine.store_profile()
         for _ in range(2):  # the second reads the kernels that the first has stored
             with LLM(machine.directory) as llm:
                 generate(llm, PROMPTS[:1], method="ddtree", tree_budget=8)
-    seen = {(cls, method): arguments for cls, method, *arguments in machine.trt.calls}
-    assert {cls for cls, _ in seen} == {
-        "Runtime",
-        "ICudaEngine",
-        "IExecutionContext",
-        "IRuntimeConfig",
-        "IRuntimeCache",
+        with pytest.raises(WrongCall):
+            machine.trt.record("IExecutionContext", "set_tensor_address", 256, "past_key.0")
+    assert {"Runtime", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache"} <= {
+        call[0] for call in machine.trt.calls
     }
-    assert ("IRuntimeCache", "deserialize") in seen
-    for (cls, method), arguments in seen.items():
-        check_call(getattr(getattr(real, cls), method), arguments, {})
-    check_names(real)
+    read = ("num_io_tensors", "device_memory_size_v2", "get_tensor_shape")
+    assert all(hasattr(real.ICudaEngine, name) for name in (*read, "get_tensor_name"))
+    assert hasattr(real.IPluginRegistry, "all_creators")
     for name in ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"):
         assert isinstance(getattr(real.IRuntimeConfig, name), property)
-    assert {"EAGER", "NONE"} <= set(real.DynamicShapesKernelSpecializationStrategy.__members__)
-    assert "DISABLED" in real.CudaGraphStrategy.__members__
-
-
-def check_names(real: Any) -> None:
-    """What the engine reads of an ICudaEngine, and the strategies and severities that it names."""
-    for name in (
-        *("get_tensor_name", "num_io_tensors", "device_memory_size_v2"),
-        *("get_tensor_shape", "create_execution_context"),
+    for enum, members in (
+        (real.ExecutionContextAllocationStrategy, {"USER_MANAGED"}),
+        (real.DynamicShapesKernelSpecializationStrategy, {"EAGER", "NONE"}),
+        (real.CudaGraphStrategy, {"DISABLED"}),
     ):
-        assert hasattr(real.ICudaEngine, name)
-    assert "USER_MANAGED" in real.ExecutionContextAllocationStrategy.__members__
-    assert {"INTERNAL_ERROR", "ERROR", "WARNING"} <= set(real.ILogger.Severity.__members__)
+        assert members <= set(enum.__members__)
 
 
 def test_tensorrts_log_is_one_that_tensorrt_takes() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(sys.modules, "tensorrt", raising=False)
-        real = real_tensorrt()
+    real = rtx()
     log = make_log(real)
     assert isinstance(log, real.ILogger)
     for severity in real.ILogger.Severity.__members__.values():

@@ -3,12 +3,13 @@ into fake device memory.
 
 What runs is the very graph that TensorRT would compile (see `lowered.py`). Contexts insist on what TensorRT insists
 on: a profile, a workspace, addresses at multiples of 256, shapes inside the profile, caches that are updated in place,
-one pass before a capture, and that a context is left alone once a graph was captured from it. `calls` lists every call
-for `real_tensorrt.check_call`.
+one pass before a capture, and that a context is left alone once a graph was captured from it. `calls` lists every call,
+which the shipping bindings must take where they are installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 from fake_cuda import FakeCuda
 from lowered import Session
+from real_builder import rtx
+from real_tensorrt import check_call
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
@@ -26,6 +29,8 @@ from ddtree_trt.artifact import tensors as names
 VERSION = "11.4.0.106"
 WORKSPACE_BYTES = 5000
 ALIGNMENT = 256
+_SHIPPED = importlib.util.find_spec("tensorrt_rtx_bindings") is not None
+_CHECKED: set[tuple[Any, ...]] = set()  # calls that it takes, by the types of arguments
 
 
 class ExecutionContextAllocationStrategy(Enum):
@@ -70,6 +75,14 @@ class FakeTrt:
         for engine in plans.values():
             engine.trt = self
 
+    def record(self, cls: str, method: str, *arguments: Any) -> None:
+        """List a call. Raises WrongCall where the class that ships does not take it."""
+        kind = (cls, method, *map(type, arguments))
+        if _SHIPPED and kind not in _CHECKED:
+            check_call(getattr(getattr(rtx(), cls), method), arguments, {})
+            _CHECKED.add(kind)
+        self.calls.append((cls, method, *arguments))
+
     def get_plugin_registry(self) -> FakeTrt:
         return self  # all that is asked of it is below
 
@@ -80,7 +93,7 @@ class FakeTrt:
         return [SimpleNamespace(name=name, **identity) for name in names]
 
     def load_library(self, path: str) -> object:
-        self.calls.append(("IPluginRegistry", "load_library", path))
+        self.record("IPluginRegistry", "load_library", path)
         self.loaded.append(path)
         return object()
 
@@ -89,7 +102,7 @@ class FakeTrt:
             plan = bytes(buffer)
             if plan in self.plans:
                 assert self.loaded or not self.plans[plan].plugins, "plugins come before the plans that use them"
-            self.calls.append(("Runtime", "deserialize_cuda_engine", plan))
+            self.record("Runtime", "deserialize_cuda_engine", plan)
             if plan not in self.plans:
                 log.log(ILogger.Severity.WARNING, "this is a warning")
                 log.log(ILogger.Severity.ERROR, "Serialization\nassertion failed")
@@ -125,14 +138,14 @@ class FakeEngine:
 
     def create_execution_context(self, made_with: Any) -> FakeContext:
         """`made_with`: a strategy of allocation, or a configuration that has one."""
-        self.trt.calls.append(("ICudaEngine", "create_execution_context", made_with))
+        self.trt.record("ICudaEngine", "create_execution_context", made_with)
         config = made_with if isinstance(made_with, IRuntimeConfig) else None
         assert (config.allocation if config else made_with) is ExecutionContextAllocationStrategy.USER_MANAGED
         self.contexts += 1
         return FakeContext(self, config)
 
     def create_runtime_config(self) -> IRuntimeConfig:
-        self.trt.calls.append(("ICudaEngine", "create_runtime_config"))
+        self.trt.record("ICudaEngine", "create_runtime_config")
         return IRuntimeConfig(self.trt)
 
 
@@ -147,15 +160,15 @@ class IRuntimeConfig:
         self.cache: IRuntimeCache | None = None
 
     def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
-        self.trt.calls.append(("IRuntimeConfig", "set_execution_context_allocation_strategy", strategy))
+        self.trt.record("IRuntimeConfig", "set_execution_context_allocation_strategy", strategy)
         self.allocation = strategy
 
     def create_runtime_cache(self) -> IRuntimeCache:
-        self.trt.calls.append(("IRuntimeConfig", "create_runtime_cache"))
+        self.trt.record("IRuntimeConfig", "create_runtime_cache")
         return IRuntimeCache(self.trt)
 
     def set_runtime_cache(self, cache: IRuntimeCache) -> bool:
-        self.trt.calls.append(("IRuntimeConfig", "set_runtime_cache", cache))
+        self.trt.record("IRuntimeConfig", "set_runtime_cache", cache)
         self.cache = cache
         return True
 
@@ -172,11 +185,11 @@ class IRuntimeCache:
         return f"kernels for sm{self.trt.cuda.sm}"
 
     def serialize(self) -> bytes:
-        self.trt.calls.append(("IRuntimeCache", "serialize"))
+        self.trt.record("IRuntimeCache", "serialize")
         return "\n".join([self._head, *sorted(self.kernels)]).encode()
 
     def deserialize(self, blob: bytes) -> bool:
-        self.trt.calls.append(("IRuntimeCache", "deserialize", blob))
+        self.trt.record("IRuntimeCache", "deserialize", blob)
         head, *kernels = blob.decode(errors="replace").split("\n")
         if head == self._head:
             self.kernels |= set(kernels)
@@ -193,7 +206,7 @@ class FakeContext:
         self._flushed = self._captured = False
 
     def _record(self, method: str, *arguments: Any) -> None:
-        self._engine.trt.calls.append(("IExecutionContext", method, *arguments))
+        self._engine.trt.record("IExecutionContext", method, *arguments)
 
     def _changed(self, method: str, *arguments: Any) -> None:
         assert not self._captured, "a graph was captured from this context"

@@ -6,7 +6,6 @@ them, so that garbage has a defined result too.
 
 from __future__ import annotations
 
-import heapq
 from typing import Any
 
 import numpy as np
@@ -90,40 +89,6 @@ def compact(cache: NDArray[Any], slot_ids: Int32, past_len: Int32, keep: Int32, 
             kept.append(row)
         result[:, slot, :, start : start + len(kept)] = cache[:, slot][:, :, [start + row for row in kept]]
     return result
-
-
-def build_tree(log_probs: Float, budget: int) -> tuple[Int32, Int32, Int32, NDArray[np.float64]]:
-    """Algorithm 1 of arXiv 2604.12989 over log_probs [L, K] with falling rows: nodes in the order the heap pops them.
-
-    Returns (parents [n + 1], ranks [n], depths [n], log_weights [n]); the token of node i + 1 is
-    candidates[depths[i] − 1, ranks[i]]. Equal weights are ordered by rank tuple. NaN and −inf cannot happen.
-    """
-    length, width = log_probs.shape
-    weights: dict[tuple[int, ...], float] = {(): 0.0}
-    index: dict[tuple[int, ...], int] = {(): 0}
-    heap: list[tuple[float, tuple[int, ...]]] = []
-
-    def push(ranks: tuple[int, ...]) -> None:
-        if len(ranks) > length or ranks[-1] >= width:
-            return
-        weight = weights[ranks[:-1]] + float(log_probs[len(ranks) - 1, ranks[-1]])
-        if weight > -np.inf:
-            heapq.heappush(heap, (-weight, ranks))
-
-    push((0,))
-    popped: list[tuple[int, ...]] = []
-    while heap and len(popped) < budget:
-        weight, ranks = heapq.heappop(heap)
-        popped.append(ranks)
-        weights[ranks], index[ranks] = -weight, len(popped)
-        push((*ranks[:-1], ranks[-1] + 1))
-        push((*ranks, 0))
-    return (
-        np.array([-1] + [index[ranks[:-1]] for ranks in popped], np.int32),
-        np.array([ranks[-1] for ranks in popped], np.int32),
-        np.array([len(ranks) for ranks in popped], np.int32),
-        np.array([weights[ranks] for ranks in popped], np.float64),
-    )
 
 
 def packed_mask(parents: Int32, words: int | None = None) -> Int32:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import ONNXRUNTIME
-from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import BuilderOptions, Written
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 
-class OnnxRuntimeBuild:
-    """`BackendBuild` for the CPU."""
+class OnnxRuntimeBuild(BackendBuild):
+    """The build for the CPU."""
 
     backend = ONNXRUNTIME
     precisions = ONNXRUNTIME.builds
@@ -38,29 +37,16 @@ class OnnxRuntimeBuild:
             **installed_versions("numpy", "onnx", ONNXRUNTIME.name),
         }
 
-    def check_machine(self) -> None:
-        """Any will do."""
-
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
         if PRECISIONS[precision].quantized and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented in {precision}; use --precision fp32")
 
-    def attention(self, networks: Iterable[TransformerDims]) -> None:
-        return None
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return weight_bytes(target, precision) + weight_bytes(drafter, precision)
 
-    def write(
-        self,
-        directory: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        precision: PrecisionName,
-        progress: Progress,
-    ) -> Written:
+    def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
+        target, drafter, precision = inputs.target, inputs.drafter, inputs.precision
         from ddtree_trt.build.graph.lowering_int8 import Int8Graph
         from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
         from ddtree_trt.build.graph.networks import build_target_graph
@@ -73,10 +59,10 @@ class OnnxRuntimeBuild:
         with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
             tied = target.tie_word_embeddings
             g = graphs("target", sink)
-            graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
+            graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=inputs.limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
             g = graphs("drafter", sink)
-            graph = drafter.kind.load("graph")(g, drafter, target, limits)
+            graph = drafter.kind.load("graph")(g, drafter, target, inputs.limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names, self._toolchain)
 

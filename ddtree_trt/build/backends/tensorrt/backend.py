@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ddtree_trt import plugins
 from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH, Backend
 from ddtree_trt.artifact.files import sha256_file
-from ddtree_trt.artifact.manifest import AttentionName, Limits, Manifest
+from ddtree_trt.artifact.manifest import AttentionName, Manifest
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import Attention, BuilderOptions, Written
+from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.gpus import KINDS, UNSERVED, Gpu, find_gpus
 from ddtree_trt.device.libraries import cuda_bindings, cuda_versions, current_gpu, import_tensorrt
 from ddtree_trt.drafters.registry import kind_of
@@ -29,8 +29,139 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.quantization import Quantization
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
+
+
+class PlansBuild(BackendBuild):
+    """What builds of plans have in common."""
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        networks = tuple(networks)
+        for kind in map(kind_of, networks):
+            if self.backend.half not in kind.halves:
+                others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if b.half in kind.halves)
+                raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
+        if not self.backend.experts and any(dims.experts for dims in networks):
+            raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
+
+    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
+        # While a network is compiled its weights are on disk twice: as the parser reads them, and in the plan.
+        return 2 * target.stored_bytes(2) + 2 * drafter.num_values
+
+    def write_plans(
+        self, directory: Path, inputs: Inputs, progress: Progress, trt: Any, attention: AttentionName, **options: Any
+    ) -> dict[str, dict[str, list[str]]]:
+        """Write the plans and tables with the builder of the module `trt`, which takes the options of
+        `EngineBuilder`."""
+        from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+        from ddtree_trt.build.backends.tensorrt.plans import write_engine
+
+        builder = EngineBuilder(trt, f"{self.backend.title} {trt.__version__}", progress, **options)
+        return write_engine(directory, inputs, attention, builder, progress)
+
+
+class TensorRtBuild(PlansBuild):
+    """For NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
+
+    backend = TENSORRT
+    precisions = TENSORRT.builds
+
+    def __init__(self, options: BuilderOptions) -> None:
+        self._wanted = options.attention
+
+    @cached_property
+    def machine(self) -> Machine:
+        """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
+        return examine(self._wanted)
+
+    def check_machine(self) -> None:
+        _ = self.machine
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        networks = tuple(networks)
+        super().check(networks, precision)
+        if self._wanted == "plugin" and (why := _beyond_plugin(networks)):
+            raise UsageError(f"{why}; use --attention native")
+
+    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
+        if self._wanted != "auto":
+            return self._wanted
+        return "native" if _why_native(networks) else "plugin"
+
+    def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
+        machine, attention = self.machine, self.attention(inputs.networks)
+        check_values(inputs.target, machine.gpu, machine.sm)
+        plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
+        # Outside of the directory that is built: later builds use it too.
+        cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
+        tensors = self.write_plans(
+            directory, inputs, progress, machine.trt, attention, plugin_library=plugin_library, timing_cache=cache
+        )
+        toolchain = {
+            TENSORRT.name: machine.tensorrt,
+            "cuda": machine.cuda,
+            "sm": str(machine.sm),
+            "driver": machine.driver,
+            "gpu": machine.gpu,
+            "python": platform.python_version(),
+            **installed_versions("numpy", "onnx"),
+        }
+        plugin = {**plugins.IDENTITY, "sha256": sha256_file(plugin_library)} if plugin_library else None
+        notes: tuple[str, ...] = ()
+        if self._wanted == "auto":
+            why = _why_native(inputs.networks)
+            native = f"native, TensorRT's own layers; our plugin is left out: {why}"
+            notes = (f"attention: {native if why else f'our plugin, {library.PLUGINS}'}",)
+        return Written(tensors, toolchain, plugin, notes)
+
+
+class RtxBuild(PlansBuild):
+    """For GeForce, RTX PRO and DGX Spark.
+
+    The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
+    that can run it: a plan for all of them is hardly larger than one for a single kind.
+    """
+
+    backend = TENSORRT_RTX
+    precisions = TENSORRT_RTX.builds  # every kind of GPU that is served has both
+
+    def __init__(self, options: BuilderOptions) -> None:
+        """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
+        self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
+
+    @cached_property
+    def module(self) -> Any:
+        """The product's Python module. Raises MissingDependency where it cannot be used."""
+        trt = import_tensorrt(rtx=True)
+        check_release(self.backend, trt.__version__)
+        return trt
+
+    def check_machine(self) -> None:
+        _ = self.module
+
+    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
+        return "native"
+
+    def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
+        kinds = self.kinds_for(inputs.target)
+        tensors = self.write_plans(directory, inputs, progress, self.module, "native", gpus=kinds)
+        toolchain = {
+            TENSORRT_RTX.name: self.module.__version__,
+            "gpus": " ".join(kinds),
+            "python": platform.python_version(),
+            **installed_versions("numpy", "onnx"),
+        }
+        return Written(tensors, toolchain)
+
+    def kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
+        """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
+        for kind in self._kinds:
+            check_values(target, kind, KINDS[kind])
+        lowest = sm_for_values(target.quantization)
+        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
+
+
+# TensorRT on this machine
 
 
 @dataclass(frozen=True)
@@ -65,7 +196,7 @@ def examine(attention: Attention) -> Machine:
         )
     if gpu.sm < LOWEST_SM:
         raise BuildError(
-            f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, engines need {LOWEST_SM / 10} or newer; "
+            f"{gpu.name} has compute capability {gpu.sm / 10}, engines need {LOWEST_SM / 10} or newer; "
             "use --backend onnxruntime"
         )
     if attention == "plugin":
@@ -80,142 +211,6 @@ def check_release(backend: Backend, version: str) -> None:
             f"{backend.title} {version} is installed, the build needs {backend.releases_text}; "
             f"{install_with(backend.extra)}"
         )
-
-
-def check_layers(networks: Iterable[TransformerDims], backend: Backend) -> None:
-    """Raises UsageError for a network with layers that no lowering to TensorRT has."""
-    networks = tuple(networks)
-    for kind in map(kind_of, networks):
-        if backend.half not in kind.halves:
-            others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if b.half in kind.halves)
-            raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
-    if not backend.experts and any(dims.experts for dims in networks):
-        raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
-
-
-def sm_for_values(quantization: Quantization | None) -> int:
-    """The least compute capability, times 10, of GPUs that multiply a target's values as they are stored; 0 where all
-    do."""
-    return LOWEST_FP8_SM if quantization and quantization.format.values == "float8_e4m3fn" else 0
-
-
-def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
-    """Raises UsageError for a target quantised to values that this GPU does not multiply."""
-    lowest = sm_for_values(target.quantization)
-    if sm < lowest:
-        raise UsageError(
-            f"{target.name} is quantised to FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has "
-            f"{sm / 10}; use the checkpoint before quantisation"
-        )
-
-
-def named_kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """The kinds the user named, each once. Raises UsageError for one that an engine cannot be for."""
-    for name in names:
-        if name in UNSERVED:
-            raise UsageError(f"--gpu {name} {UNSERVED[name]}")
-        if name not in KINDS:
-            raise UsageError(f"--gpu must be one of {', '.join(KINDS)}, not {shown(name)}")
-    return tuple(dict.fromkeys(names))
-
-
-def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
-    """The kinds of this machine's GPUs that an engine can be for; none where it has no GPU whose kind is known. Raises
-    BuildError where it has others only."""
-    names = _names(found)
-    served = tuple(name for name in names if name in KINDS)
-    if names and not served:
-        name, title = next(iter(names.items()))
-        raise BuildError(
-            f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
-            f"GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
-        )
-    return served
-
-
-def runs_here(manifest: Manifest) -> bool:
-    """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
-    if not BACKENDS[manifest.backend].portable:
-        return True
-    return any(kind in _names(find_gpus()) for kind in manifest.toolchain["gpus"].split())
-
-
-def _names(found: Iterable[Gpu]) -> dict[str, str]:
-    """Kind → title of those GPUs whose kind is known."""
-    known = (gpu for gpu in found if gpu.compute_capability != "unknown")
-    return {f"sm{gpu.compute_capability.replace('.', '')}": gpu.name for gpu in known}
-
-
-class TensorRtBuild:
-    """`BackendBuild` for NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
-
-    backend = TENSORRT
-    precisions = TENSORRT.builds
-
-    def __init__(self, options: BuilderOptions) -> None:
-        self._options = options
-
-    @cached_property
-    def machine(self) -> Machine:
-        """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
-        return examine(self._options.attention)
-
-    def check_machine(self) -> None:
-        _ = self.machine
-
-    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        networks = tuple(networks)
-        check_layers(networks, self.backend)
-        if self._options.attention == "plugin" and (why := _beyond_plugin(networks)):
-            raise UsageError(f"{why}; use --attention native")
-
-    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
-        wanted = self._options.attention
-        if wanted != "auto":
-            return wanted
-        return "native" if _why_native(networks) else "plugin"
-
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return plans_on_disk(target, drafter)
-
-    def write(
-        self,
-        directory: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        precision: PrecisionName,
-        progress: Progress,
-    ) -> Written:
-        machine = self.machine
-        check_values(target, machine.gpu, machine.sm)
-        networks = (target.dims, drafter.dims)
-        attention = self.attention(networks)
-        plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
-        from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
-        from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
-
-        # Outside of the directory that is built: later builds use it too.
-        cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
-        title = f"{TENSORRT.title} {machine.tensorrt}"
-        builder = EngineBuilder(machine.trt, title, progress, plugin_library=plugin_library, timing_cache=cache)
-        plans = EnginePlans(target, drafter, limits, precision, attention)
-        tensors = plans.write(directory, builder, progress)
-        plugin = {**plugins.IDENTITY, "sha256": sha256_file(plugin_library)} if plugin_library else None
-        notes = (_note(networks),) if self._options.attention == "auto" else ()
-        return Written(tensors, self._toolchain(), plugin, notes)
-
-    def _toolchain(self) -> dict[str, str]:
-        machine = self.machine
-        return {
-            TENSORRT.name: machine.tensorrt,
-            "cuda": machine.cuda,
-            "sm": str(machine.sm),
-            "driver": machine.driver,
-            "gpu": machine.gpu,
-            "python": platform.python_version(),
-            **installed_versions("numpy", "onnx"),
-        }
 
 
 def _beyond_plugin(networks: Iterable[TransformerDims]) -> str:
@@ -237,81 +232,58 @@ def _why_native(networks: Iterable[TransformerDims]) -> str:
     return _beyond_plugin(networks)
 
 
-def _note(networks: Iterable[TransformerDims]) -> str:
-    """What computes attention where the user left it to the build."""
-    why = _why_native(networks)
-    if why:
-        return f"attention: native, TensorRT's own layers; our plugin is left out: {why}"
-    return f"attention: our plugin, {library.PLUGINS}"
+# What GPUs compute
 
 
-def plans_on_disk(target: Checkpoint, drafter: Checkpoint) -> int:
-    """About the bytes of an engine directory. While a network is compiled its weights are on disk twice: as the parser
-    reads them, and in the plan."""
-    return 2 * target.stored_bytes(2) + 2 * drafter.num_values
+def sm_for_values(quantization: Quantization | None) -> int:
+    """The least compute capability, times 10, of GPUs that multiply a target's values as they are stored; 0 where all
+    do."""
+    return LOWEST_FP8_SM if quantization and quantization.format.values == "float8_e4m3fn" else 0
 
 
-class RtxBuild:
-    """`BackendBuild` for GeForce, RTX PRO and DGX Spark.
+def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
+    """Raises UsageError for a target quantised to values that this GPU does not multiply."""
+    if sm < (lowest := sm_for_values(target.quantization)):
+        raise UsageError(
+            f"{target.name} is quantised to FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has "
+            f"{sm / 10}; use the checkpoint before quantisation"
+        )
 
-    The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
-    that can run it: a plan for all of them is hardly larger than one for a single kind.
-    """
 
-    backend = TENSORRT_RTX
-    precisions = TENSORRT_RTX.builds  # every kind of GPU that is served has both
+# The kinds of GPU that an engine of TensorRT for RTX is for
 
-    def __init__(self, options: BuilderOptions) -> None:
-        """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
-        self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
 
-    @cached_property
-    def module(self) -> Any:
-        """The product's Python module. Raises MissingDependency where it cannot be used."""
-        trt = import_tensorrt(rtx=True)
-        check_release(self.backend, trt.__version__)
-        return trt
+def named_kinds(names: Iterable[str]) -> tuple[str, ...]:
+    """The kinds the user named, each once. Raises UsageError for one that an engine cannot be for."""
+    for name in names:
+        if name in UNSERVED:
+            raise UsageError(f"--gpu {name} {UNSERVED[name]}")
+        if name not in KINDS:
+            raise UsageError(f"--gpu must be one of {', '.join(KINDS)}, not {shown(name)}")
+    return tuple(dict.fromkeys(names))
 
-    def check_machine(self) -> None:
-        _ = self.module
 
-    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        check_layers(networks, self.backend)
+def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
+    """The kinds of this machine's GPUs that an engine can be for; none where it has no GPU whose kind is known. Raises
+    BuildError where it has others only."""
+    names = _kinds_of(found)
+    served = tuple(name for name in names if name in KINDS)
+    if names and not served:
+        name, title = next(iter(names.items()))
+        raise BuildError(
+            f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
+            f"GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
+        )
+    return served
 
-    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
-        return "native"
 
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return plans_on_disk(target, drafter)
+def runs_here(manifest: Manifest) -> bool:
+    """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
+    if not BACKENDS[manifest.backend].portable:
+        return True
+    return any(kind in _kinds_of(find_gpus()) for kind in manifest.toolchain["gpus"].split())
 
-    def write(
-        self,
-        directory: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        precision: PrecisionName,
-        progress: Progress,
-    ) -> Written:
-        kinds = self._kinds_for(target)
-        from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
-        from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
 
-        version = self.module.__version__
-        builder = EngineBuilder(self.module, f"{self.backend.title} {version}", progress, gpus=kinds)
-        plans = EnginePlans(target, drafter, limits, precision, "native")
-        tensors = plans.write(directory, builder, progress)
-        toolchain = {
-            TENSORRT_RTX.name: version,
-            "gpus": " ".join(kinds),
-            "python": platform.python_version(),
-            **installed_versions("numpy", "onnx"),
-        }
-        return Written(tensors, toolchain)
-
-    def _kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
-        """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
-        for kind in self._kinds:
-            check_values(target, kind, KINDS[kind])
-        lowest = sm_for_values(target.quantization)
-        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
+def _kinds_of(found: Iterable[Gpu]) -> dict[str, str]:
+    """Kind → title of those GPUs whose kind is known."""
+    return {f"sm{gpu.sm}": gpu.name for gpu in found if gpu.sm is not None}

@@ -38,8 +38,7 @@ def make_monitor(trt: Any, stage: str, progress: Progress) -> Any:
             return self._stopped is None
 
         def phase_finish(self, phase_name: str) -> None:
-            if phase_name in self._steps and self._stopped is None:
-                self.step_complete(phase_name, self._steps[phase_name] - 1)
+            self.step_complete(phase_name, self._steps.get(phase_name, 1) - 1)
 
         def raise_stopping_error(self) -> None:
             if self._stopped is not None:

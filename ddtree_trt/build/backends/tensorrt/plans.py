@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
@@ -17,6 +16,7 @@ from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
+from ddtree_trt.build.backends.base import Inputs
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, Profile, mend_attentions
 from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
 from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, NativeGraph, PluginGraph
@@ -70,8 +70,7 @@ def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Pro
 _TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → the table's
 
 
-@dataclass(frozen=True)
-class _Network:
+class _Network(NamedTuple):
     """A network to compile."""
 
     name: str
@@ -81,68 +80,54 @@ class _Network:
     weight_bytes: int  # about
 
 
-@dataclass(frozen=True)
-class EnginePlans:
-    """What the plans of one engine are made of."""
-
-    target: Checkpoint
-    drafter: Checkpoint
-    limits: Limits
-    precision: PrecisionName
-    attention: AttentionName
-
-    def write(self, directory: Path, builder: EngineBuilder, progress: Progress) -> dict[str, dict[str, list[str]]]:
-        """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs.
-        Raises BuildError."""
-        tensors = {}
-        for network in self._networks():
-            with tempfile.TemporaryDirectory(dir=directory) as folder:
-                path = Path(folder) / f"{network.name}.onnx"
-                graph = _write_graph(path, network, progress)
-                shapes = profile(graph.graph.input, network.sizes)
-                finish = _attention_check(self.attention, network.name, graph)
-                tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
-        write_shared(directory / artifact.SHARED_WEIGHTS, self.target, self.drafter, self.precision, progress)
-        return tensors
-
-    def _networks(self) -> list[_Network]:
-        target, drafter, limits = self.target, self.drafter, self.limits
-        floats = PRECISIONS[self.precision].dtype
-        cache = CacheShape.of(target.dims, limits, PRECISIONS[self.precision].value_bytes)
-        lowering = NativeGraph if self.attention == "native" else PluginGraph
-        taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
-
-        def target_graph(sink: Sink) -> ModelProto:
-            g = lowering("target", sink, floats)
-            return build_target_graph(
-                g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
-            )
-
-        def drafter_graph(sink: Sink) -> ModelProto:
-            own = block_drafter_precision(self.precision) if drafter.kind.block_size else self.precision
-            g = lowering("drafter", sink, PRECISIONS[own].dtype, floats)
-            graph: ModelProto = drafter.kind.load("graph")(g, drafter, target, limits)
-            return graph
-
-        def compaction(sink: Sink) -> ModelProto:
-            return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
-
-        sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
-        moved = {} if self.attention == "native" else {PLANES: (1, 1, cache.planes)}
-        return [
-            _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
-            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
-            _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
-        ]
+def write_engine(
+    directory: Path, inputs: Inputs, attention: AttentionName, builder: EngineBuilder, progress: Progress
+) -> dict[str, dict[str, list[str]]]:
+    """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs. Raises
+    BuildError."""
+    tensors = {}
+    for network in _networks(inputs, attention):
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            path = Path(folder) / f"{network.name}.onnx"
+            weights = path.with_name(artifact.WEIGHTS)
+            with WeightFile(weights, expected_bytes=network.weight_bytes, progress=progress) as sink:
+                graph = network.make(sink)
+            path.write_bytes(graph.SerializeToString())
+            shapes = profile(graph.graph.input, network.sizes)
+            finish = _attention_check(attention, network.name, graph)
+            tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
+    write_shared(directory / artifact.SHARED_WEIGHTS, inputs.target, inputs.drafter, inputs.precision, progress)
+    return tensors
 
 
-def _write_graph(path: Path, network: _Network, progress: Progress) -> ModelProto:
-    """The network's graph, written to `path` with its weights in a file beside it."""
-    weights = path.with_name(artifact.WEIGHTS)
-    with WeightFile(weights, expected_bytes=network.weight_bytes, progress=progress) as sink:
-        graph = network.make(sink)
-    path.write_bytes(graph.SerializeToString())
-    return graph
+def _networks(inputs: Inputs, attention: AttentionName) -> list[_Network]:
+    target, drafter, limits, precision = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision]
+    floats, cache = precision.dtype, CacheShape.of(target.dims, limits, precision.value_bytes)
+    lowering = NativeGraph if attention == "native" else PluginGraph
+    taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
+
+    def target_graph(sink: Sink) -> ModelProto:
+        g = lowering("target", sink, floats)
+        return build_target_graph(
+            g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
+        )
+
+    def drafter_graph(sink: Sink) -> ModelProto:
+        own = block_drafter_precision(inputs.precision) if drafter.kind.block_size else inputs.precision
+        g = lowering("drafter", sink, PRECISIONS[own].dtype, floats)
+        graph: ModelProto = drafter.kind.load("graph")(g, drafter, target, limits)
+        return graph
+
+    def compaction(sink: Sink) -> ModelProto:
+        return compaction_graph(cache, floats, window_rows(drafter.dims), attention)
+
+    sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
+    moved = {} if attention == "native" else {PLANES: (1, 1, cache.planes)}
+    return [
+        _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
+        _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
+        _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
+    ]
 
 
 def _attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import TORCH
-from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import BuilderOptions, Written
-from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -29,8 +26,8 @@ _INTEGERS = "I32"
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
-class TorchBuild:
-    """`BackendBuild` for PyTorch. Precision `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
+class TorchBuild(BackendBuild):
+    """The build for PyTorch. Precision `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
 
     backend = TORCH
 
@@ -40,27 +37,11 @@ class TorchBuild:
         known = TORCH.builds
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
 
-    def check_machine(self) -> None:
-        """Any will do."""
-
-    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        """Every network is computed in every precision, but not every drafter."""
-
-    def attention(self, networks: Iterable[TransformerDims]) -> None:
-        return None
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return PRECISIONS[precision].value_bytes * (target.num_values + drafter.num_values)
 
-    def write(
-        self,
-        directory: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        precision: PrecisionName,
-        progress: Progress,
-    ) -> Written:
+    def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
+        target, drafter, precision = inputs.target, inputs.drafter, inputs.precision
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}

@@ -79,30 +79,28 @@ class Vocabulary:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
         split = self.splitting
-        used = [(i, token, kind) for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))]
         # Unused ones fill the embedding's last rows; no text has them.
-        vocabulary = {token: i for i, token, kind in used if kind != _UNUSED}
+        vocabulary = {token: i for i, token in enumerate(self.tokens) if self.types[i] != _UNUSED}
         tokenizer = Tokenizer(models.BPE(vocabulary, self.merges, ignore_merges=split.whole_first))
-        added = ((token, kind) for _, token, kind in used if kind in (_CONTROL, _USER_DEFINED))
+        added = [
+            (t, kind) for t, kind in zip(self.tokens, self.types, strict=True) if kind in (_CONTROL, _USER_DEFINED)
+        ]
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
         if split.nfc:
             tokenizer.normalizer = normalizers.NFC()
-        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)]
-        if split.pattern:
-            steps.insert(0, pre_tokenizers.Split(Regex(split.pattern), "isolated"))
-        if split.digits:
-            steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+        pieces = [pre_tokenizers.Split(Regex(split.pattern), "isolated")] if split.pattern else []
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pieces)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *pieces, letters])
         tokenizer.decoder = decoders.ByteLevel()
         before, after = ([token] if token is not None else [] for token in self.around)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         if before or after:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=[*before, "$A", *after],
                 pair=[*before, "$A", *after, *before, "$B", *after],
                 special_tokens=[(token, self.tokens.index(token)) for token in {*before, *after}],
             )
-        else:
-            tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         return tokenizer
 
 

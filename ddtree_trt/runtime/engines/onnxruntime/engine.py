@@ -27,7 +27,7 @@ class _LastPass:
     """A slot's last target pass."""
 
     token_ids: NDArray[np.int64]  # [T]
-    taps: NDArray[np.float32] | None  # [T, M·H]: in the network's buffer, unless it was copied
+    taps: NDArray[np.float32] | None  # [T, M·H]: in the network's buffer
 
 
 class OrtEngine:
@@ -99,18 +99,10 @@ class OrtEngine:
         return verdict
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        """One pass per slot: the runtime's attention kernel takes several tokens behind a past for one sequence only.
-        Each slot's results are copied out, since the next pass overwrites them."""
-        if len(requests) == 1:
-            return [self._pass(requests[0].slot, requests[0].tree, np.arange(len(requests[0].tree)))]
-        verdicts = []
-        for r in requests:
-            v = self._pass(r.slot, r.tree, np.arange(len(r.tree)))
-            last = self._last_passes[r.slot]
-            if last.taps is not None:
-                self._last_passes[r.slot] = replace(last, taps=last.taps.copy())
-            verdicts.append(Verdict(v.choices, np.array(v.logits)))
-        return verdicts
+        """One request at a time, as `batches` says: the runtime's attention kernel takes several tokens behind a past
+        for one sequence only."""
+        (request,) = requests
+        return [self._pass(request.slot, request.tree, np.arange(len(request.tree)))]
 
     def _pass(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Verdict:
         """Write a tree's rows behind the slot's committed ones; the verdict has the rows `rows` [R]."""
