@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,7 +47,7 @@ def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted =
     A backend that lacks anything on this machine, or that would refuse the pair or the precision, is left out. The
     reason names the best one that was left out, and what it lacks.
     """
-    lacking = {b: found for b in BEST_ON_GPUS if (found := _obstacle(b, survey, pair, precision))}
+    lacking = {b: found for b in BEST_ON_GPUS if (found := next(_obstacles(b, survey, pair, precision), None))}
     backend = next((b for b in BEST_ON_GPUS if b not in lacking), ONNXRUNTIME)
     if survey.gpu is None:
         why = f"{survey.no_gpu}; an engine for a GPU needs one, and its driver {DRIVER} or newer (docs/gpu.md)"
@@ -110,88 +110,57 @@ def _size_on_a_cpu(survey: Survey, pair: Pair, precision: Wanted) -> str:
     return f"; in fp32 its weights take {size / 1e9:.1f} GB{memory}: --precision int8 makes that {small / 1e9:.1f} GB"
 
 
-def _obstacle(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
-    """The first thing that a backend for GPUs lacks, what can be installed last."""
+def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Iterator[Obstacle]:
+    """What a backend for GPUs lacks, what can be installed last."""
+    gpu = survey.gpu
+    if gpu is None:
+        yield Obstacle(survey.no_gpu)
+        return
+    if pair:
+        kind = kind_of(pair.drafter.dims)
+        if backend.half not in kind.halves:
+            yield Obstacle(f"{kind.title}s are not implemented for it")
+        if not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
+            yield Obstacle("mixtures of experts are not implemented for it")
+    if wanted != "auto" and wanted not in backend.builds:
+        yield Obstacle(f"the precision must be one of {', '.join(backend.builds)}, not {wanted}")
+        return
+    precision = "bf16" if wanted == "auto" else wanted
+    needed, available = pair.weights_bytes(backend.name, precision) if pair else 0, gpu.memory_bytes
+    if available is not None and needed > available:
+        yield Obstacle(
+            f"the GPU must hold {needed / 1e9:.1f} GB of weights in {precision}, and it has {available / 1e9:.1f} GB"
+        )
+
     heads = {pair.target.dims.head_dim, pair.drafter.dims.head_dim} if pair else {*HEAD_DIMS}
     # Else its passes are the library's alone.
     kernels = backend.kernels and wanted != "fp32" and bool(heads & {*HEAD_DIMS})
+    if kernels or backend.plans:
+        if gpu.sm is None:
+            yield Obstacle("the GPU's compute capability must be known: install nvidia-smi", removable=True)
+            return
+        if backend.sms and gpu.sm not in backend.sms:
+            served = ", ".join(str(sm / 10) for sm in backend.sms)
+            yield Obstacle(f"the GPU's compute capability must be one of {served}, not {gpu.sm / 10}")
+        if gpu.sm < LOWEST_SM:
+            yield Obstacle(f"the GPU's compute capability must be {LOWEST_SM / 10} or newer, not {gpu.sm / 10}")
+        lowest = sm_for_values(pair.target.quantization) if pair and backend.plans else 0
+        if gpu.sm < lowest:
+            yield Obstacle(f"a target in FP8 needs compute capability {lowest / 10}, not {gpu.sm / 10}")
+
     cuda = survey.torch_cuda if survey.torch_cuda and backend.kernels and not kernels else f"{CUDA}.0"
-    return (
-        _of_pair(backend, survey, pair, wanted)
-        or (_of_capability(backend, survey) if kernels or backend.plans else None)
-        or (_of_fp8(survey, pair) if backend.plans else None)
-        or _of_driver(survey, cuda)
-        or _of_packages(backend, survey)
-        or _of_release(backend, survey)
-        or (_of_kernels(survey) if kernels else None)
-    )
-
-
-def _of_pair(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
-    """What no installation changes: no GPU, a precision the backend does not build, more weights than memory."""
-    if survey.gpu is None:
-        return Obstacle(survey.no_gpu)
-    if pair and backend.half not in (kind := kind_of(pair.drafter.dims)).halves:
-        return Obstacle(f"{kind.title}s are not implemented for it")
-    if pair and not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
-        return Obstacle("mixtures of experts are not implemented for it")
-    if wanted != "auto" and wanted not in backend.builds:
-        return Obstacle(f"the precision must be one of {', '.join(backend.builds)}, not {wanted}")
-    precision = "bf16" if wanted == "auto" else wanted
-    needed, available = pair.weights_bytes(backend.name, precision) if pair else 0, survey.gpu.memory_bytes
-    if available is not None and needed > available:
-        return Obstacle(
-            f"the GPU must hold {needed / 1e9:.1f} GB of weights in {precision}, and it has {available / 1e9:.1f} GB"
-        )
-    return None
-
-
-def _of_capability(backend: Backend, survey: Survey) -> Obstacle | None:
-    sm = survey.gpu.sm if survey.gpu else None
-    if sm is None:
-        return Obstacle("the GPU's compute capability must be known: install nvidia-smi", removable=True)
-    if backend.sms and sm not in backend.sms:
-        served = ", ".join(str(sm / 10) for sm in backend.sms)
-        return Obstacle(f"the GPU's compute capability must be one of {served}, not {sm / 10}")
-    if sm < LOWEST_SM:
-        return Obstacle(f"the GPU's compute capability must be {LOWEST_SM / 10} or newer, not {sm / 10}")
-    return None
-
-
-def _of_fp8(survey: Survey, pair: Pair | None) -> Obstacle | None:
-    lowest = sm_for_values(pair.target.quantization) if pair else 0
-    if survey.gpu and survey.gpu.sm and survey.gpu.sm < lowest:
-        return Obstacle(f"a target in FP8 needs compute capability {lowest / 10}, not {survey.gpu.sm / 10}")
-    return None
-
-
-def _of_packages(backend: Backend, survey: Survey) -> Obstacle | None:
+    if not survey.driver_runs(cuda):
+        found = f"this one is for CUDA {survey.driver_cuda}" if survey.driver_cuda else "libcuda.so.1 is not found"
+        driver = f"must be {DRIVER} or newer" if cuda.startswith(f"{CUDA}.") else f"must be for CUDA {cuda}"
+        yield Obstacle(f"NVIDIA's driver {driver}, and {found}", removable=True)
+    install = install_with(backend.extra)
     for module in backend.modules:
         if not survey.version(module):
-            return Obstacle(f"{module} is not installed; {install_with(backend.extra)}", removable=True)
+            yield Obstacle(f"{module} is not installed; {install}", removable=True)
         if fault := survey.fault(module):
-            return Obstacle(fault, removable=True)
-    return None
-
-
-def _of_release(backend: Backend, survey: Survey) -> Obstacle | None:
+            yield Obstacle(fault, removable=True)
     version = survey.version(backend.modules[0]) or ""
-    if backend.serves_release(version):
-        return None
-    return Obstacle(
-        f"{backend.title} must be {backend.releases_text}, not {version}; {install_with(backend.extra)}", removable=True
-    )
-
-
-def _of_kernels(survey: Survey) -> Obstacle | None:
-    if library.TORCH in survey.libraries:
-        return None
-    return Obstacle(f"{library.TORCH} is not built; {library.BUILD_HINT}", removable=True)
-
-
-def _of_driver(survey: Survey, cuda: str) -> Obstacle | None:
-    if survey.driver_runs(cuda):
-        return None
-    found = f"this one is for CUDA {survey.driver_cuda}" if survey.driver_cuda else "libcuda.so.1 is not found"
-    driver = f"must be {DRIVER} or newer" if cuda.startswith(f"{CUDA}.") else f"must be for CUDA {cuda}"
-    return Obstacle(f"NVIDIA's driver {driver}, and {found}", removable=True)
+    if not backend.serves_release(version):
+        yield Obstacle(f"{backend.title} must be {backend.releases_text}, not {version}; {install}", removable=True)
+    if kernels and library.TORCH not in survey.libraries:
+        yield Obstacle(f"{library.TORCH} is not built; {library.BUILD_HINT}", removable=True)

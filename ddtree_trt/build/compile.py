@@ -35,13 +35,13 @@ from ddtree_trt.reading import shown
 from ddtree_trt.records import option
 
 if TYPE_CHECKING:
-    from ddtree_trt.build.checkpoint.reader import Checkpoint, Network
+    from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 BackendChoice = Literal["auto", BackendName]
 PrecisionChoice = Literal["auto", PrecisionName]
 
 
-def _limit(name: str, text: str) -> Any:
+def _limit_option(name: str, text: str) -> Any:
     """The option of a limit: its default, and the presets with other values."""
     default = getattr(Limits, name)
     own = {p.name: getattr(p.limits, name) for p in PRESETS.values() if getattr(p.limits, name) != default}
@@ -62,9 +62,9 @@ class BuildRequest(BuilderOptions):
     drafter: str | Path | None = option(None, "A drafter, likewise.", "PATH|ID")
     backend: BackendChoice = option("auto", "What runs the engine.", "")
     precision: PrecisionChoice = option("auto", "What it computes in.", "")
-    max_seq_len: int | None = _limit("max_seq_len", "Prompt and output tokens.")
-    max_tree_budget: int | None = _limit("max_tree_budget", "Largest tree.")
-    max_batch: int | None = _limit("max_batch", "Sequences at a time.")
+    max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.")
+    max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.")
+    max_batch: int | None = _limit_option("max_batch", "Sequences at a time.")
     output: Path | None = option(None, "The engine directory. Default engines/NAME.", "DIR")
     force: bool = option(False, "Replace an existing engine.")
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # over the preset's
@@ -97,14 +97,10 @@ def compile_engine(
     engine cannot be written. Whatever is raised, an engine already there is untouched and no half engine is left.
     """
     started = time.monotonic()
-    preset = resolve_preset(request)
-    check_numbers(request)
-    given = sources(request, preset)
-    pair = outline_pair(*given)
-    backend, precision = choose_build(request, pair, notice)
+    found = resolve(request, notice)
+    preset, backend, precision, limits = found.preset, found.backend, found.precision, found.limits
     destination = prepare_destination(request.destination, force=request.force)
-    target, drafter = _open_pair(*given)
-    limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
+    target, drafter = _open_pair(*found.sources)
     tokenizer = find_tokenizer(target.path)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
@@ -153,11 +149,31 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
 
 
-def choose_build(
-    request: BuildRequest, pair: Pair, notice: Callable[[str], None], *, dry_run: bool = False
-) -> tuple[BackendBuild, PrecisionName]:
-    """The backend's part of the build and its precision; for backend `auto` by what this machine has, and `notice` is
-    called with the reason. Raises what `backend_build`, `resolve_precision` and the backend's `check` raise."""
+@dataclass(frozen=True)
+class Resolved:
+    """What a request asks for, known before any weight is read."""
+
+    preset: Preset | None  # None where the request gives both networks
+    sources: tuple[Source, Source]  # of target and drafter: what the user named, else the preset's
+    pair: Pair
+    backend: BackendBuild
+    precision: PrecisionName
+    limits: Limits
+
+
+def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bool = False) -> Resolved:
+    """Resolve a request; for backend `auto` by what this machine has, and `notice` is called with the reason. For a dry
+    run any machine will do.
+
+    Raises what `backend_build`, `resolve_precision` and the backend's `check` raise, UsageError for a wrong request and
+    CheckpointError for a configuration that cannot be used.
+    """
+    preset = _preset(request)
+    _check_numbers(request)
+    given = [request.checkpoint, request.drafter]
+    own = [preset.target, preset.drafter] if preset else []
+    target, drafter = (own[i] if value is None else named_source(value) for i, value in enumerate(given))
+    pair = outline_pair(target, drafter)
     name, reason = request.backend, None
     if name == "auto":
         choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
@@ -167,14 +183,15 @@ def choose_build(
     build.check((pair.target.dims, pair.drafter.dims), precision)
     if reason:
         notice(reason)
-    return build, precision
+    limits = _limits(request, preset.limits if preset else Limits(), pair, build, precision)
+    return Resolved(preset, (target, drafter), pair, build, precision, limits)
 
 
 def _tokenizer_source(tokenizer: Path) -> JsonSource:
     return JsonSource(str(tokenizer), CheckpointError, "fetch the tokenizer again")
 
 
-def resolve_preset(request: BuildRequest) -> Preset | None:
+def _preset(request: BuildRequest) -> Preset | None:
     """The preset that the request names; None when it gives both networks. Raises UsageError."""
     name = request.name
     if name in PRESETS and request.target is not None:
@@ -184,21 +201,6 @@ def resolve_preset(request: BuildRequest) -> Preset | None:
     if request.target is None:
         raise UsageError("--checkpoint without --target needs --drafter PATH too")
     return find_preset(name)
-
-
-def sources(request: BuildRequest, preset: Preset | None) -> tuple[Source, Source]:
-    """Where target and drafter come from: what the user named, else the preset's."""
-
-    def choose(given: str | Path | None, default: Source | None) -> Source:
-        if given is not None:
-            return named_source(given)
-        assert default is not None  # resolve_preset: without a preset both are given
-        return default
-
-    return (
-        choose(request.checkpoint, preset.target if preset else None),
-        choose(request.drafter, preset.drafter if preset else None),
-    )
 
 
 def _open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]:
@@ -220,7 +222,7 @@ def _open(source: Source, option: str) -> Checkpoint:
     return load_checkpoint(found.path, name=found.name, revision=found.revision)
 
 
-def check_numbers(request: BuildRequest) -> None:
+def _check_numbers(request: BuildRequest) -> None:
     """Raises UsageError for limits that no model can have."""
     for flag, value, within in (
         ("--max-seq-len", request.max_seq_len, POSITIONS),
@@ -234,17 +236,12 @@ def check_numbers(request: BuildRequest) -> None:
             raise UsageError(f"{flag} must be {within}, not {value}{hint}")
 
 
-def resolve_limits(
-    request: BuildRequest,
-    defaults: Limits,
-    target: Network,
-    drafter: Network,
-    backend: BackendBuild,
-    precision: PrecisionName,
+def _limits(
+    request: BuildRequest, defaults: Limits, pair: Pair, backend: BackendBuild, precision: PrecisionName
 ) -> Limits:
     """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused.
     For native attention a prompt's chunk may become longer by a few rows."""
-    positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))
+    positions, model = min((c.dims.max_positions, c.name) for c in (pair.target, pair.drafter))
     wanted = request.max_seq_len
     if wanted is not None and wanted > positions:
         raise UsageError(f"--max-seq-len {wanted} is more than the {positions} positions {model} was made for")
@@ -254,13 +251,13 @@ def resolve_limits(
         max_tree_budget=defaults.max_tree_budget if request.max_tree_budget is None else request.max_tree_budget,
         prefill_chunk=defaults.prefill_chunk,
     )
-    block = kind_of(drafter.dims).block_size or 1
+    block = kind_of(pair.drafter.dims).block_size or 1
     if block > limits.max_tokens_per_pass:
         raise UsageError(
             f"the drafter's block has {block} tokens, more than one pass of {limits.max_tokens_per_pass}; give "
             f"--max-tree-budget {block}"
         )
-    networks = (target.dims, drafter.dims)
+    networks = (pair.target.dims, pair.drafter.dims)
     if backend.attention(networks) == "native":
         return with_aligned_slots(limits, networks, PRECISIONS[precision].value_bytes)
     return limits

@@ -8,8 +8,7 @@ from typing import Any
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PrecisionName
-from ddtree_trt.build.compile import BuildRequest, check_numbers, choose_build, resolve_limits, resolve_preset, sources
-from ddtree_trt.build.outline import outline_pair
+from ddtree_trt.build.compile import BuildRequest, resolve
 from ddtree_trt.device.gpus import available_bytes, find_gpus
 from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.errors import BuildError
@@ -43,15 +42,7 @@ class DryRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return {
-            "name": self.name,
-            "backend": self.backend,
-            "precision": self.precision,
-            "reason": self.reason,
-            "limits": vars(self.limits),
-            "memory": self.memory.to_dict(),
-            "available_bytes": self.available_bytes,
-        }
+        return {**vars(self), "limits": vars(self.limits), "memory": self.memory.to_dict()}
 
 
 def dry_run(request: BuildRequest) -> DryRun:
@@ -59,21 +50,22 @@ def dry_run(request: BuildRequest) -> DryRun:
 
     Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
     """
-    preset = resolve_preset(request)
-    check_numbers(request)
-    pair = outline_pair(*sources(request, preset))
     reasons: list[str] = []
-    backend, precision = choose_build(request, pair, reasons.append, dry_run=True)
-    defaults, networks = preset.limits if preset else Limits(), (pair.target.dims, pair.drafter.dims)
-    limits = resolve_limits(request, defaults, pair.target, pair.drafter, backend, precision)
-    weights = pair.weights_bytes(backend.backend.name, precision)
-    native = backend.attention(networks) == "native"
-    memory = plan_engine(backend.backend.name, precision, *networks, limits, weights, native=native)
+    found = resolve(request, reasons.append, dry_run=True)
+    name, networks = found.backend.backend.name, (found.pair.target.dims, found.pair.drafter.dims)
+    memory = plan_engine(
+        name,
+        found.precision,
+        *networks,
+        found.limits,
+        found.pair.weights_bytes(name, found.precision),
+        native=found.backend.attention(networks) == "native",
+    )
     return DryRun(
         name=request.name,
-        backend=backend.backend.name,
-        precision=precision,
-        limits=limits,
+        backend=name,
+        precision=found.precision,
+        limits=found.limits,
         memory=memory,
         available_bytes=available_bytes(memory.place, find_gpus()),
         reason=next(iter(reasons), None),

@@ -50,13 +50,6 @@ def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> No
         np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", "fp16"), ("BF16", "bf16")])
-def test_halves_are_exact(kind: str, dtype: str, tmp_path: Path) -> None:
-    plain, read = pair(tmp_path, kind, dtype=dtype)
-    for name in plain.shapes:
-        np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
-
-
 @pytest.mark.parametrize(("kind", "steps"), [("Q8_0", 127), ("Q5_1", 31), ("Q4_1", 15), ("Q4_0", 8)])
 def test_quantised_tensors_are_within_half_a_step(
     kind: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
