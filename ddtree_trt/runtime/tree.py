@@ -41,6 +41,12 @@ class DraftTree:
         n = max(budget, 0)
         return DraftTree(self.token_ids[:n], self.depths[:n], self.parents[: n + 1], self.log_weights[:n])
 
+    def only(self, kept: NDArray[np.bool_]) -> DraftTree:
+        """The tree of the nodes that are kept, bool [n], which include every kept node's parent."""
+        place = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)  # [1 + n]: a kept node's number
+        parents = np.concatenate([self.parents[:1], place[self.parents[1:][kept]]])
+        return DraftTree(self.token_ids[kept], self.depths[kept], parents, self.log_weights[kept])
+
 
 @dataclass(frozen=True)
 class TokenTree:

@@ -47,18 +47,22 @@ class ApiError(Exception):
         return self.message
 
     def body(self) -> dict[str, Any]:
-        # A client's text may hold surrogates, which UTF-8 cannot encode.
-        param = None if self.param is None else cut(self.param)
         texts = {
             "message": cut(self.message, _MESSAGE_CHARACTERS),
             "type": self.kind,
-            "param": param,
+            "param": None if self.param is None else cut(self.param),
             "code": self.code,
         }
+        # A client's text may hold surrogates, which UTF-8 cannot encode.
         return {"error": {k: v and v.encode("utf-8", "backslashreplace").decode() for k, v in texts.items()}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def invalid(message: str, param: str | None) -> ApiError:
+    """The refusal of a parameter's value."""
+    return ApiError(400, message, param=param, code="invalid_value")
 
 
 def shutting_down() -> ApiError:
@@ -109,7 +113,7 @@ def invalid_body(error: ErrorDetails) -> ApiError:
         return ApiError(400, message, param=param, code=kind)
     if kind == "unknown_parameter":
         return ApiError(400, f"Unknown parameter: '{param}'", param=param, code=kind)
-    return ApiError(400, f"Invalid '{param}': {problem_of(error, shown, 'not')}", param=param, code="invalid_value")
+    return invalid(f"Invalid '{param}': {problem_of(error, shown, 'not')}", param)
 
 
 def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:

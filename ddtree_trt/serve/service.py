@@ -18,7 +18,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Tools
-from ddtree_trt.serve.errors import ApiError, cut
+from ddtree_trt.serve.errors import ApiError, cut, invalid
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.openai.tokens import TokenTexts
@@ -57,6 +57,12 @@ class Service:
         self.llm.core.maker.grammars.close()
         self.llm.shutdown()
 
+    def check(self, body: ChatRequest | CompletionRequest) -> None:
+        """Raises ApiError for another model, and for stream_options of a request that does not stream."""
+        self.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise invalid("stream_options needs stream: true", "stream_options")
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             message = f"the model '{cut(name)}' does not exist here; this server serves '{self.model_name}'"
@@ -69,7 +75,7 @@ class Service:
             raise self.too_long(f"{len(ids)} tokens", param)
         if not ids:
             message = f"'{param}' is empty: the prompt has no tokens; give at least one"
-            raise ApiError(400, message, param=param, code="invalid_value")
+            raise invalid(message, param)
         return ids
 
     async def tokens(self, prompt: str | list[int], param: str) -> list[int]:
@@ -101,7 +107,7 @@ class Service:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *arguments)
         except UsageError as error:
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            raise invalid(str(error), param) from error
 
     def too_long(self, size: str, param: str) -> ApiError:
         message = (
@@ -170,14 +176,5 @@ def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | 
     name = match.group() if match else ""
     if name in SamplingParams.__dataclass_fields__ or name in ALIASES:
         param = names.get(name, "structured_outputs" if name == STRUCTURED else name)
-        return ApiError(400, param + text[len(name) :], param=param, code="invalid_value")
-    return ApiError(400, text, param=other, code="invalid_value")
-
-
-def wants_usage(body: ChatRequest | CompletionRequest) -> bool:
-    """Whether the stream ends with the usage. Raises ApiError for a request that does not stream."""
-    if body.stream_options is None:
-        return False
-    if not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
-    return bool(body.stream_options.include_usage)
+        return invalid(param + text[len(name) :], param)
+    return invalid(text, other)

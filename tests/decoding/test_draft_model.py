@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,15 @@ import pytest
 from checkpoints import TARGET_DIMS, make_target
 from drafts import marginals
 from profiles import CHAINS, make_profile
-from scripted import completion, finish
-from truth import FALSE_ALARM, chi_square, distribution
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DraftRequest
-from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.profile import Profile
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.scheduler import Scheduler
 
 PROMPT = [5, 9, 2, 40, 7]
 
@@ -68,15 +62,6 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prompts(count: int, size: int = 6) -> list[list[int]]:
     return np.random.default_rng(size).integers(2, TARGET_DIMS.vocab_size, (count, size)).tolist()
-
-
-@pytest.mark.parametrize("length", [1, 2, 7, "auto"])
-def test_greedy_output_is_that_of_ar(smaller: LLM, length: Any) -> None:
-    asked = prompts(8)
-    expected = smaller.generate(asked, SamplingParams(method="ar", max_tokens=60, ignore_eos=True))
-    params = SamplingParams(method="draft-model", tree_budget=length, max_tokens=60, ignore_eos=True)
-    found = smaller.generate(asked, params)
-    assert [f.outputs[0].token_ids for f in found] == [e.outputs[0].token_ids for e in expected]
 
 
 def test_a_perfect_drafter_is_always_accepted(same: LLM) -> None:
@@ -130,17 +115,6 @@ def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> N
     assert draft(1) == fresh([*PROMPT, 30, 31, 32])
 
 
-def test_a_prompt_longer_than_a_chunk(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", max_positions=800)
-    drafter = make_target(tmp_path / "drafter", tokenizer=False, num_layers=1, seed=4, max_positions=800)
-    compile_engine(BuildRequest(target="pair", checkpoint=target, drafter=drafter, output=tmp_path / "engine"))
-    with LLM(tmp_path / "engine") as llm:
-        (prompt,) = prompts(1, llm.engine.manifest.limits.prefill_chunk * 2 + 50)
-        expected = llm.generate(prompt, SamplingParams(method="ar", max_tokens=20, ignore_eos=True))
-        found = llm.generate(prompt, SamplingParams(method="draft-model", max_tokens=20, ignore_eos=True))
-    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-
-
 def test_chat_turns_start_from_the_slot(smaller: LLM) -> None:
     params = SamplingParams(method="draft-model", max_tokens=12, ignore_eos=True)
     (prompt,) = prompts(1, 30)
@@ -150,39 +124,6 @@ def test_chat_turns_start_from_the_slot(smaller: LLM) -> None:
     assert second.usage.cached_tokens == len(turn) - 3  # the answer's last token and the two new ones
     (plain,) = smaller.generate(turn, SamplingParams(method="ar", max_tokens=12, ignore_eos=True))
     assert second.outputs[0].token_ids == plain.outputs[0].token_ids
-
-
-def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
-    engine = smaller.engine
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
-    plain = SamplingParams(**options)
-
-    def joint(output: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-        if len(output) == 3:
-            return {output: 1.0}
-        engine.truncate(0, 0)
-        verdict = engine.prefill(0, np.array([*PROMPT, *output]), rows="last", taps=False)
-        row = distribution(verdict.logits[-1].tolist(), plain, PROMPT, output)
-        return {k: p * q for t, p in enumerate(row) if p for k, q in joint((*output, t)).items()}
-
-    expected, counts, scheduler = joint(()), Counter[tuple[int, ...]](), Scheduler(engine)
-    assert len(expected) == 27
-    for seed in range(0, 1600, 8):
-        completions = [
-            completion(engine, PROMPT, SamplingParams(method="draft-model", max_tokens=3, seed=s, **options))
-            for s in range(seed, seed + 8)
-        ]
-        finish(scheduler, completions)
-        counts.update(tuple(c.output) for c in completions)
-    assert chi_square(counts, expected) > FALSE_ALARM
-
-
-def test_the_default_method_suits_the_drafter(smaller: LLM) -> None:
-    named = SamplingParams(method="draft-model", tree_budget=3, max_tokens=12, ignore_eos=True)
-    (found,) = smaller.generate(PROMPT, SamplingParams(tree_budget=3, max_tokens=12, ignore_eos=True))
-    (expected,) = smaller.generate(PROMPT, named)
-    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert found.metrics.drafted_tokens == expected.metrics.drafted_tokens > 0
 
 
 def automatic(engine: Path, monkeypatch: pytest.MonkeyPatch, profile: Profile, count: int) -> list[RequestOutput]:
@@ -227,14 +168,3 @@ def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monke
 def test_a_drafter_as_slow_as_its_target_is_not_asked(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = automatic(same_engine, monkeypatch, make_profile(1.0, 0.05, 0.05), 1)
     assert not any(output.metrics.budgets)
-
-
-@pytest.mark.parametrize("method", ["ddtree", "dflash", "dflash-sample"])
-def test_block_methods_are_refused(smaller: LLM, method: str) -> None:
-    with pytest.raises(UsageError, match=rf"'{method}' needs a drafter of kind dflash.*can do ar, draft-model"):
-        smaller.generate(PROMPT, SamplingParams(method=method))
-
-
-def test_engine_knows_the_kind(smaller: LLM) -> None:
-    assert isinstance(smaller.engine, OrtEngine)
-    assert smaller.engine.manifest.drafter_kind == "autoregressive"

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import make_pair
 from engine_builds import PACKAGED, build_torch_engine
 
 from ddtree_trt.artifact.manifest import load_manifest
@@ -21,7 +20,6 @@ from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.options import EngineOptions
-from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import token_chain
 from workbench.equal_bits import compare
 
@@ -144,19 +142,6 @@ def prompts() -> list[Any]:
     return [[{"role": "user", "content": row["prompt"]}] for row in rows[::9]]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 4}], ids=["greedy", "drawn"])
-def test_chains_give_the_tokens_of_ar(directory: Path, options: dict[str, Any]) -> None:
-    """Every token and every log-probability, bit for bit, whatever was accepted, also from a reused prefix."""
-    with LLM(directory, threads=1, exact=True) as llm:
-        common = {"max_tokens": 60, "ignore_eos": True, "logprobs": 1, **options}
-        wanted = llm.generate(prompts(), SamplingParams(method="ar", **common))
-        for budget in (15, 3):
-            found = llm.generate(prompts(), SamplingParams(method="dflash", tree_budget=budget, **common))
-            assert [o.outputs for o in found] == [o.outputs for o in wanted]
-            assert max(max(o.metrics.acceptance_lengths) for o in found) > 2
-        assert any(o.usage.cached_tokens for o in found)
-
-
 def sums_of_differences(directory: Path, exact: bool) -> tuple[int, int]:
     """Differing tokens and differing rows of logits among random methods, budgets and batches."""
     with LLM(directory, threads=1, exact=exact) as llm:
@@ -172,19 +157,6 @@ def test_trees_give_the_bits_of_ar(directory: Path) -> None:
 def test_trees_give_other_bits_without(directory: Path) -> None:
     """Else the test above would say nothing."""
     assert sums_of_differences(directory, exact=False)[1] > 0
-
-
-def test_draft_models_give_the_tokens_of_ar(tmp_path: Path) -> None:
-    target, _ = make_pair(tmp_path / "pair")
-    path = tmp_path / "e"
-    compile_engine(BuildRequest(target="x", checkpoint=target, drafter=target, output=path, precision="int8"))
-    with LLM(path, threads=1) as llm:
-        prompt = list(range(5, 25))
-        outputs = [
-            llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1, method=method))[0]
-            for method in ("ar", "draft-model")
-        ]
-    assert outputs[0].outputs == outputs[1].outputs
 
 
 def test_int8_is_exact_unless_it_is_told_otherwise(directory: Path) -> None:

@@ -26,7 +26,6 @@ from rounded_truth import RoundedTruth
 from ddtree_trt.artifact.files import TARGET_GRAPH
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -34,7 +33,6 @@ from ddtree_trt.build.graph.lowering_int8 import BLOCK, LARGEST, Int8Graph, quan
 from ddtree_trt.build.graph.ops import Fine, Table
 from ddtree_trt.build.graph.rotation import rotate
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.check.run import check_engine
 from ddtree_trt.device.cpu import Cpu
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import DraftRequest
@@ -252,16 +250,6 @@ def test_a_drafter_is_near_the_one_in_float32(tied: bool, tmp_path: Path) -> Non
     error, spread = np.abs(marginals(draft).log_probs - expected), expected.std()
     assert error.max() < 0.6 * spread and error.mean() < 0.2 * spread
     assert error.max() > 1e-4  # it is in 8 bits
-
-
-def test_every_method_is_lossless(tmp_path: Path) -> None:
-    """By the report of `ddtree-trt check`, which forgives what the precision rounds."""
-    directory = tmp_path / "tiny"
-    compile_engine(BuildRequest(target="tiny", output=directory, precision="int8"))
-    report = check_engine(CheckSettings(str(directory), limit=6, max_tokens=60, threads=1))
-    assert report.precision == "int8"
-    assert len(report.greedy) > 5 and len(report.distribution) > 3 and len(report.tau) > 1
-    assert [f for part in (report.greedy, report.distribution, report.tau) for f in part if not f.passed] == []
 
 
 def test_the_manifest_says_so(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from pacing import WAIT_S, wait_for
 from serving import LONG, ThreadServer, hold, long_chat, read_all, release, thread_server
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.runtime.text.chat_template import Limits, Renderer
 from ddtree_trt.serve import server as serving_process
 
 ROUND_S = 0.02
@@ -126,11 +124,11 @@ def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer)
     def leave(_: int) -> None:
         body = long_chat(stream=rng.random() < 0.5, n=rng.choice((1, 2)), temperature=rng.choice((0, 1)))
         connection = server.raw(body)
-        time.sleep(rng.random() / 5)
+        time.sleep(rng.random() / 10)
         connection.close()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        leaving = [pool.submit(leave, number) for number in range(60)]
+        leaving = [pool.submit(leave, number) for number in range(40)]
         answered = 0
         while not all(future.done() for future in leaving):
             response = server.chat("What is 12 + 30?", **fields)
@@ -143,31 +141,21 @@ def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer)
     assert answered
 
 
-def test_a_template_that_does_not_end_holds_up_its_own_request_only(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_takes_long_holds_up_its_own_request_only(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-    patient = Renderer(Limits(seconds=100))
-    monkeypatch.setattr(chat_template, "render", patient.render)
-    with thread_server(tiny_engine) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        server.llm.codec.tokenizer.chat_template = endless
-        chat = pool.submit(server.chat, "hello")
-        wait_for(lambda: patient._ready)
+    done = threading.Event()
+    monkeypatch.setattr(server.llm.codec, "render", lambda *_: "x" if done.wait(WAIT_S) else "")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        chat = pool.submit(server.chat, "hello", max_tokens=2)
+        wait_for(lambda: not server.idle)
         for _ in range(3):
             response = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
             assert response.status_code == 200
             assert server.http.get("/health").status_code == 200
         assert not chat.done()
-        assert patient._process is not None
-        patient._process.kill()
-        ended = chat.result()
-        assert ended.status_code == 500 and "ended with code -9" in ended.json()["error"]["message"], "not the client's"
-        hasty = Renderer(Limits(seconds=0.5))
-        monkeypatch.setattr(chat_template, "render", hasty.render)
-        response = server.chat("hello")
-        assert response.status_code == 400 and "took more than 0.5 s" in response.json()["error"]["message"]
-    patient.close()
-    hasty.close()
+        done.set()
+        assert chat.result().status_code == 200
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(server: ThreadServer) -> None:

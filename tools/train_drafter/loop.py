@@ -62,12 +62,13 @@ class Run:
                 torch.optim.Muon(matrices, lr=schedule.muon_rate, weight_decay=schedule.weight_decay)
             )
         if checkpoint.exists():
-            self._load(torch.load(checkpoint, weights_only=True, map_location=self.average[0].device))
+            self._load(torch.load(checkpoint, weights_only=True, map_location="cpu"))
 
     def _load(self, state: dict[str, Any]) -> None:
         self.steps, self.elapsed_s, self.best = state["steps"], state["elapsed_s"], state["best"]
         self.model.load_state_dict(state["model"])
-        self.average = state["average"]
+        for mine, stored in zip(self.average, state["average"], strict=True):
+            mine.copy_(stored)
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(value)
 

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -78,20 +79,11 @@ class Tiny:
         asked = [held.prompt(i) for i in np.random.default_rng(v.seed).permutation(len(held.lengths))[: v.prompts]]
         data.write_greedy(target, asked, v.max_new, self.work / "validation.safetensors")
 
-    def _train(self, name: str) -> None:
+    def train(self, name: str) -> None:
         if not (self.out / name).exists():
             work, init = self.work / name, self.out / "drafter" if name == "dspark" else None
             if train_drafter(self.load(), self.settings.drafters[name], MASK, work, self.work / "data", init):
                 shutil.copytree(work / "best", self.out / name)
-
-    def drafter(self) -> None:
-        self._train("drafter")
-
-    def dspark(self) -> None:
-        self._train("dspark")
-
-    def eagle3(self) -> None:
-        self._train("eagle3")
 
     def evaluate(self) -> None:
         """Of every drafter in OUT; writes evaluation.json."""
@@ -164,7 +156,7 @@ def main() -> None:
     tiny = Tiny(scaled(settings, args.scale), args.work, args.out)
     for name in NEEDS if args.stage == "all" else needed(args.stage):
         began = time.time()
-        stage: Callable[[], None] = getattr(tiny, name)
+        stage: Callable[[], None] = partial(tiny.train, name) if name in settings.drafters else getattr(tiny, name)
         stage()
         print(f"{name}: {time.time() - began:.0f} s", flush=True)
 

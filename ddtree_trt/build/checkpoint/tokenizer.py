@@ -12,9 +12,10 @@ from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.vocabulary import read_vocabulary
+from ddtree_trt.build.checkpoint.growth import check_growth
 from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.reading import Source
+from ddtree_trt.reading import Fields, Source, read_json
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -61,10 +62,15 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
 def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
     """The tokenizer of copied files, loaded as the runtime will load it.
 
-    Raises CheckpointError when it does not load or makes tokens the target has not.
+    Raises CheckpointError when it does not load, may make texts far longer, or makes tokens the target has not.
     """
     advice = "fetch the tokenizer again, that of the target"
     source = Source(str(checkpoint), CheckpointError, advice)
+    path = copied / _VOCABULARY
+    rules = Source(str(checkpoint / _VOCABULARY), CheckpointError, advice)
+    found = read_json(path, rules)
+    for part in ("normalizer", "decoder") if isinstance(found, dict) else ():  # before a library applies them
+        check_growth(Fields(found, rules), part)
     tokenizer = load_tokenizer(copied, source)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= vocab_size:

@@ -28,7 +28,7 @@ from ddtree_trt.runtime.engines.base import (
 )
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
-from ddtree_trt.runtime.structured.pruning import allowed_part, with_spare
+from ddtree_trt.runtime.structured.matcher import allowed_part, with_spare
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, prepend_chain, spine_first, walk
 
 Path = NDArray[np.int32]

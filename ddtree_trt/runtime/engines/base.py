@@ -59,7 +59,7 @@ class VerifyRequest:
 
 
 class Rows(Protocol):
-    """Logits of R rows: an array, or rows that stay on a device until they are read (`lazy_rows.py`)."""
+    """Logits of R rows: an array, or rows that stay on a device until they are read (`passes.py`)."""
 
     def __len__(self) -> int:
         """R."""

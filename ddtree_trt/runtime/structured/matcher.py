@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import printable
 from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -169,6 +170,42 @@ class GrammarMatcher(Matcher):
         state.consume_tokens(list(behind))
         _check(state)
         return state
+
+
+# What a constraint leaves of a draft
+
+_SPARE_SHARE, _MOST_SPARE = 3, 192  # per node, and in all
+
+
+def with_spare(nodes: int) -> int:
+    """How many nodes to draft so that about `nodes` are allowed: most of what a drafter without knowledge of the
+    constraint proposes is not."""
+    return nodes + min(_SPARE_SHARE * nodes, _MOST_SPARE)
+
+
+def allowed_part(tree: DraftTree, matcher: Matcher, behind: Sequence[int] = ()) -> DraftTree:
+    """The nodes of the tree whose paths the constraint allows, in their order. `behind`: tokens between the output and
+    the tree's root.
+
+    A beginning of the result is the allowed part of a beginning of the tree, so a budget may cut it.
+    """
+    parents, tokens = tree.parents.tolist(), tree.token_ids.tolist()
+    allowed: list[bool | None] = [True] + [None] * len(tree)  # None: not yet judged
+    prefix = list(behind)
+    for leaf in range(len(tree), 0, -1):
+        if allowed[leaf] is not None:
+            continue
+        path, node = [], leaf
+        while node > 0 and allowed[node] is not False:
+            path.append(node)
+            node = parents[node]
+        path.reverse()
+        # Behind a node that is not allowed, none is.
+        length = 0 if node else matcher.allowed_length(prefix + [tokens[n - 1] for n in path]) - len(prefix)
+        for place, each in enumerate(path):
+            allowed[each] = place < length
+    kept = np.array(allowed[1:], bool)
+    return tree if kept.all() else tree.only(kept)
 
 
 def _check(state: LLMatcher) -> None:

@@ -19,7 +19,7 @@ from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.runtime.submission import Submission, iterate_parts
 from ddtree_trt.serve.errors import SERVER, ApiError, as_api_error
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.serve.service import Service, wants_usage
+from ddtree_trt.serve.service import Service
 
 Answer = dict[str, Any]
 # (index of the prompt, its output or a part, one completion of it) → choices to send, in order
@@ -111,7 +111,8 @@ async def respond(
     kind, longest = kinds[bool(body.stream)], service.longest_draft
     begin = {"id": request_id, "object": kind, "created": int(time.time()), "model": service.model_name}
     if body.stream:
-        return stream_response(_events(submissions, begin, parts, wants_usage(body), longest), request_id)
+        with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        return stream_response(_events(submissions, begin, parts, with_usage, longest), request_id)
     outputs = [await submission.result() for submission in submissions]
     choices = [c for place, output in enumerate(outputs) for o in output.outputs for c in whole(place, output, o)]
     answer = {**begin, "choices": choices, "usage": usage(outputs), "metrics": acceptance(outputs, longest)}

@@ -15,19 +15,18 @@ from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.names import given_name
-from ddtree_trt.serve.errors import ApiError
+from ddtree_trt.serve.errors import ApiError, invalid
 from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
 from ddtree_trt.serve.openai.protocol import ChatRequest, Message
-from ddtree_trt.serve.service import Service, wants_usage
+from ddtree_trt.serve.service import Service
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
-    service.check_model(body.model)
-    wants_usage(body)  # refuses
+    service.check(body)
     given = body.sampling()
     names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
     if "logprobs" in given and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if body.logprobs:
         given.setdefault("logprobs", 0)
     use = tool_use(service, body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -51,7 +50,7 @@ def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, 
         service.chat_format.check_tools(use)
     except UsageError as error:
         path = re.match(r"[\w.\[\]]+", str(error))  # our texts begin with it
-        raise ApiError(400, str(error), param=path and path.group(), code="invalid_value") from error
+        raise invalid(str(error), path and path.group()) from error
     return use
 
 
@@ -72,7 +71,7 @@ def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
         return "max_tokens"
     if older not in (None, newer):
         both = f"max_tokens {shown(older)} and max_completion_tokens {shown(newer)}"
-        raise ApiError(400, f"{both} differ; give one", param="max_tokens", code="invalid_value")
+        raise invalid(f"{both} differ; give one", "max_tokens")
     given["max_tokens"] = newer
     return "max_completion_tokens"
 
@@ -92,7 +91,7 @@ class ChatAnswers:
         try:
             structured = self._format.constraint(self._use, self._thinking, given.structured)
         except UsageError as error:
-            raise ApiError(400, str(error), param="tools", code="invalid_value") from error
+            raise invalid(str(error), "tools") from error
         plain = not self._use.tools and self._thinking == "never"
         return replace(given, structured=structured, keep_special_tokens=() if plain else self._format.marks)
 

@@ -11,18 +11,17 @@ from ddtree_trt.errors import shown
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
-from ddtree_trt.serve.errors import ApiError
+from ddtree_trt.serve.errors import invalid
 from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
 from ddtree_trt.serve.openai.protocol import CompletionRequest
 from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts
-from ddtree_trt.serve.service import Service, wants_usage
+from ddtree_trt.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
-    service.check_model(body.model)
-    wants_usage(body)  # refuses
+    service.check(body)
     given = body.sampling()
     _check_total(service, len(body.prompt) * max(given.get("n", 1), 1))
     prompts = [await service.encode(p, "prompt") for p in body.prompt]
@@ -47,7 +46,7 @@ def _check_total(service: Service, sequences: int) -> None:
         message = (
             f"{shown(sequences)} completions in one request; at most {llm.slots + llm.max_waiting} may run or wait here"
         )
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        raise invalid(message, "prompt")
 
 
 class _Choices:

@@ -158,16 +158,6 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
     engine.close()
 
 
-def test_warming_up_reports_its_passes(machine: Machine) -> None:
-    machine.store_profile()
-    reports: list[tuple[str, int, int]] = []
-    with LLM(machine.directory, progress=lambda *report: reports.append(report)):
-        slots = LIMITS.max_batch if machine.form.native else 1
-        total = slots * (len(buckets(1 + LIMITS.max_tree_budget)) + 2)  # the trees, a prompt's chunk, drafts
-    warming = [report for report in reports if report[0] == "warm up"]
-    assert warming == [("warm up", done, total) for done in range(1, total + 1)]
-
-
 def test_the_graph_unused_longest_makes_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.network.MOST_CAPTURED", 2)
     engine = open_engine(machine.directory)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
+from plugin_libraries import torch_operators
 
 from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 
 
@@ -25,3 +27,11 @@ def engine(directory: Path) -> Iterator[TorchEngine]:
     assert isinstance(engine, TorchEngine)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.ops.ddtree` on the emulated kernels."""
+    library = torch_operators()
+    monkeypatch.setattr(torch_attention, "find", lambda name: library)
+    torch_attention.load_operators()

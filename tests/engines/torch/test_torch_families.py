@@ -13,25 +13,15 @@ from dflash_truth import refuse_to_draw
 from drafts import marginals
 from engine_builds import build_torch_engine
 from numerics import random_tree
-from plugin_libraries import torch_operators
 
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
 
 ON_KERNELS = "ddtree_trt.runtime.engines.torch.engine.attention_for"
-
-
-@pytest.fixture
-def operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.ops.ddtree` on the emulated kernels."""
-    library = torch_operators()
-    monkeypatch.setattr(torch_attention, "find", lambda name: library)
-    torch_attention.load_operators()
 
 
 @pytest.mark.parametrize("family", BY_SWITCHES)

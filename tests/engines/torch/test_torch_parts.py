@@ -11,7 +11,6 @@ import pytest
 import torch
 from attention_cases import case
 from drafts import marginals
-from plugin_libraries import torch_operators
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,14 +42,6 @@ def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
     np.testing.assert_array_equal(tensors[3].numpy(), keys)
     np.testing.assert_array_equal(tensors[4].numpy(), values)
-
-
-@pytest.fixture
-def operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.ops.ddtree` on the emulated kernels."""
-    library = torch_operators()
-    monkeypatch.setattr(torch_attention, "find", lambda name: library)
-    torch_attention.load_operators()
 
 
 HALVES = {"bf16": (torch.bfloat16, 2.0**-8), "fp16": (torch.float16, 2.0**-11)}  # type, half a step relative to a value

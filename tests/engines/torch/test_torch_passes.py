@@ -218,12 +218,6 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     assert captured == before
 
 
-def test_buckets_rise_to_the_largest_pass() -> None:
-    for largest in (1, 2, 5, 16, 17, 65, 257, 1025):
-        steps = buckets(largest)
-        assert steps[-1] == largest and steps[0] == 1 and steps == sorted(set(steps))
-
-
 def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine as it runs on a GPU, but for the graphs: the operators are the kernels' own source on the CPU."""
     library = torch_operators()

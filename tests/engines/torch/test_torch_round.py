@@ -86,20 +86,6 @@ def begins_with(longer: list[Any], shorter: list[Any]) -> bool:
     return longer[: len(shorter)] == shorter
 
 
-def test_rounds_are_the_hosts(engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]) -> None:
-    """Tokens and acceptance lengths of each sequence, alone and side by side."""
-    budget, outputs = expected
-    for group in ([0], [1], [0, 1, 2]):
-        bonus = prefill(engine, [prompts[n] for n in group])
-        tokens, lengths = decode(engine, bonus, TOKENS - 1, budget=budget)
-        for slot, n in enumerate(group):
-            found, wanted = [bonus[slot], *tokens[slot]], outputs[n].outputs[0].token_ids
-            assert begins_with(found, wanted) or begins_with(wanted, found)
-            whole = outputs[n].metrics.acceptance_lengths[:-1]  # the last round may have been cut
-            assert begins_with(lengths[slot], whole) or begins_with(whole, lengths[slot])
-            assert engine.length(slot) == engine.draftable_length(slot) == len(prompts[n]) + len(found) - 1
-
-
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_the_engine_goes_on_where_rounds_stopped(
     engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any], ahead: int, monkeypatch: pytest.MonkeyPatch

@@ -10,8 +10,7 @@ import pytest
 from languages import Compiler, texts_of
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.structured.matcher import Matcher
-from ddtree_trt.runtime.structured.pruning import allowed_part, with_spare
+from ddtree_trt.runtime.structured.matcher import Matcher, allowed_part, with_spare
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.tree import DraftTree
 

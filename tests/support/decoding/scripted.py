@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import numpy as np
-from scripted_models import Array, Conditional, Drafter, Target
+from scripted_models import Array, Bilinear, Drafter, Linked, Target
 
 from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
 from ddtree_trt.drafters.dflash.dims import DFlashDims
@@ -136,7 +136,7 @@ class ScriptedEngine:
         assert state.known == len(state.tokens), "drafting needs the states of every committed token"
         context = [*state.tokens, request.bonus_token]
         if kind.block_size:
-            if isinstance(self.drafter, Conditional):
+            if isinstance(self.drafter, Linked | Bilinear):
                 return Draft(self.drafter.candidates(context, kind.longest_draft, request.top_k))
             return Draft(Marginals(*_most_probable(self.drafter.block(context, kind.longest_draft), request.top_k)))
         rows, drawn = [], []

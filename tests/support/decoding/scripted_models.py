@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ddtree_trt.runtime.candidates import Bilinear, Candidates, LinkedRows
+from ddtree_trt.runtime import candidates
+from ddtree_trt.runtime.candidates import Candidates, LinkedRows
 from ddtree_trt.runtime.tree import TokenTree
 
 Array = np.ndarray
+_FLOOR = 1e-9  # of a probability
 
 
 # Targets
@@ -116,11 +118,10 @@ class Adversarial:
 
 
 @dataclass
-class Conditional:
+class Linked:
     """Drafts tokens that depend on the one before: pairs float64 [V, V], row a the distribution of what follows a."""
 
     pairs: Array
-    form: Literal["linked", "bilinear"]
 
     def block(self, context: Sequence[int], length: int) -> Array:
         rows = [self.pairs[context[-1]]]
@@ -129,9 +130,7 @@ class Conditional:
         return np.array(rows)
 
     def candidates(self, context: Sequence[int], length: int, k: int) -> Candidates:
-        """Of linked rows the `k` first; a bilinear form has all V."""
-        if self.form == "bilinear":
-            return self._bilinear(context[-1], length)
+        """The `k` most probable of every row."""
         vocab = len(self.pairs)
         ids = np.argsort(-self.pairs, axis=1, kind="stable")[:, :k]
         with np.errstate(divide="ignore"):
@@ -141,13 +140,30 @@ class Conditional:
         links = np.where(places[:, None] + 1 < length, 1 + places[:, None] * vocab + ids[before], -1)
         return LinkedRows(log_probs[before].astype(np.float32), ids[before].astype(np.int32), links.astype(np.int32))
 
-    def _bilinear(self, last: int, length: int) -> Bilinear:
-        vocab = len(self.pairs)
-        left = np.tile(np.eye(vocab, dtype=np.float32), (length, 1, 1))
-        left[0, 0] = np.eye(vocab)[last]
-        right = np.tile(np.log(self.pairs.T + 1e-9).astype(np.float32), (length, 1, 1))
-        ids = np.tile(np.arange(vocab, dtype=np.int32), (length, 1))
-        return Bilinear(np.zeros((length, vocab), np.float32), ids, left, right)
+
+@dataclass
+class Bilinear:
+    """Drafts the `count` most probable candidates of each position by a drafter's marginals, with factors for what each
+    one's probability after each other token differs from them."""
+
+    marginals: Drafter
+    pairs: Array  # float64 [V, V]: row a the distribution of what follows a
+    count: int
+
+    def block(self, context: Sequence[int], length: int) -> Array:
+        return self.marginals.block(context, length)
+
+    def candidates(self, context: Sequence[int], length: int, k: int) -> Candidates:
+        scores = np.log(np.maximum(self.block(context, length), _FLOOR))
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, : self.count]
+        unary = np.take_along_axis(scores, ids, 1)
+        left = np.zeros((length, self.count, len(self.pairs)))
+        parents = np.array([context[-1]])
+        for t in range(length):
+            left[t, : len(parents)] = (np.log(np.maximum(self.pairs, _FLOOR)) - scores[t])[parents]
+            parents = ids[t]
+        right = np.eye(len(self.pairs), dtype=np.float32)[ids]
+        return candidates.Bilinear(unary.astype(np.float32), ids.astype(np.int32), left.astype(np.float32), right)
 
 
 @dataclass

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from scipy.stats import chi2
-from scripted_models import MarkovTarget
 
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -17,6 +16,11 @@ from ddtree_trt.runtime.params import SamplingParams
 FALSE_ALARM = 1e-6
 
 Outcome = TypeVar("Outcome")
+
+
+class Rows(Protocol):
+    def row(self, context: list[int], /) -> Iterable[float]:
+        """The target's logits [V] of what follows the tokens."""
 
 
 def distribution(
@@ -58,7 +62,7 @@ def _normalised(weights: Mapping[int, float]) -> dict[int, float]:
 
 
 def joint(
-    target: MarkovTarget, params: SamplingParams, prompt: Sequence[int], length: int, output: tuple[int, ...] = ()
+    target: Rows, params: SamplingParams, prompt: Sequence[int], length: int, output: tuple[int, ...] = ()
 ) -> dict[tuple[int, ...], float]:
     """The exact probability of every possible beginning of the output, `length` tokens long."""
     if len(output) == length:

@@ -202,13 +202,8 @@ def trains(w: Writer) -> Answer:
     table = "\n".join(form.format(t=t, h=h, p=p) for t, h, p in rows)
     if w.ask(True, True, False):
         request = w.ask("Write a sentence for every train:", "Write this timetable as sentences:")
-        said = "\n".join(
-            w.say(
-                f"The train to {t} leaves at {h} from platform {p}.",
-                f"At {h} the train to {t} leaves from platform {p}.",
-            )
-            for t, h, p in rows
-        )
+        forms = "The train to {t} leaves at {h} from platform {p}.", "At {h} the train to {t} leaves from platform {p}."
+        said = "\n".join(w.say(*forms).format(t=t, h=h, p=p) for t, h, p in rows)
         return [(f"{request}\n{table}", said)], {
             "expected": rows[0][0],
             "facts": [f"platform {p}" for _, _, p in rows],
@@ -216,18 +211,10 @@ def trains(w: Writer) -> Answer:
         }
     questions: list[Question] = []
     for t, h, p in rows:
-        questions += [
-            (
-                w.ask(f"When does the train to {t} leave?", f"What time is the train to {t}?"),
-                f"The train to {t} leaves at {h}.",
-                h,
-            ),
-            (
-                w.ask(f"Which platform is for {t}?", f"From which platform does the train to {t} leave?"),
-                f"The train to {t} leaves from platform {p}.",
-                f"platform {p}.",
-            ),
-        ]
+        asked = w.ask(f"When does the train to {t} leave?", f"What time is the train to {t}?")
+        questions.append((asked, f"The train to {t} leaves at {h}.", h))
+        asked = w.ask(f"Which platform is for {t}?", f"From which platform does the train to {t} leave?")
+        questions.append((asked, f"The train to {t} leaves from platform {p}.", f"platform {p}."))
     return conversation(w, table, questions)
 
 

@@ -131,15 +131,9 @@ def week(w: Writer) -> Answer:
         f"What does {name} do this week?",
         f"Turn the plans of {name} into sentences:",
     )
-    said = "\n".join(
-        w.say(f"On {d} {name} goes to {t} for {h} at {c}.", f"On {d} at {c} {name} goes to {t} for {h}.")
-        for d, h, t, c in rows
-    )
-    check = {
-        "expected": rows[0][2],
-        "facts": [d for d, _, _, _ in rows],
-        "also": [x for _, *rest in rows for x in rest],
-    }
+    forms = "On {d} {n} goes to {t} for {h} at {c}.", "On {d} at {c} {n} goes to {t} for {h}."
+    said = "\n".join(w.say(*forms).format(n=name, d=d, h=h, t=t, c=c) for d, h, t, c in rows)
+    check = {"expected": rows[0][2], "facts": [row[0] for row in rows], "also": [x for row in rows for x in row[1:]]}
     return [(f"{request}\n{diary}", said)], check
 
 

@@ -54,10 +54,7 @@ def shopping(w: Writer) -> Answer:
         f"At the shop {p} takes {basket} and pays with {paid} dollars.",
     ) + w.ask(f" How much change does {p} get?", f" How many dollars does {p} get back?", " How much change is there?")
     steps = [
-        w.say(
-            f"The {kind} cost {count} * {price} = {cost} dollars.",
-            f"For the {kind}: {count} * {price} = {cost} dollars.",
-        )
+        w.say(f"The {kind} cost", f"For the {kind}:") + f" {count} * {price} = {cost} dollars."
         for (count, price, kind), cost in zip(lines, costs, strict=True)
     ]
     running = costs[0]
@@ -80,29 +77,23 @@ def comparison(w: Writer) -> Answer:
         last, kind = amounts[-1], w.ask("more", "fewer", "more", "twice")
         if kind == "twice" and last <= 30:
             text.append(f"{person} has twice as many {thing} as {before}.")
-            formula, after = f"2 * {last}", 2 * last
+            why, formula, after = "twice as many as", f"2 * {last}", 2 * last
         elif kind == "fewer" and last > 6:
             step = w.number(2, min(15, last - 3))
             text.append(f"{person} has {step} fewer than {before}.")
-            formula, after = f"{last} - {step}", last - step
+            why, formula, after = "fewer than", f"{last} - {step}", last - step
         else:
             step = w.number(2, 18)
             text.append(f"{person} has {step} more than {before}.")
-            formula, after = f"{last} + {step}", last + step
-        why = {"*": f"twice as many as {before}", "-": f"fewer than {before}", "+": f"more than {before}"}[
-            formula.split()[1]
-        ]
-        steps.append(
-            w.say(f"{person} has {why}: {formula} = {after} {thing}.", f"{person} has {formula} = {after} {thing}.")
-        )
+            why, formula, after = "more than", f"{last} + {step}", last + step
+        steps.append(f"{person} has {w.say(f'{why} {before}: ', '')}{formula} = {after} {thing}.")
         amounts.append(after)
     if w.ask(True, False):
         text.append(w.ask(f"How many {thing} do they have together?", f"How many {thing} do they have in total?"))
         running = amounts[0]
         for amount in amounts[1:]:
-            steps.append(
-                w.say("Adding up", "Together so far", "The sum grows") + f": {running} + {amount} = {running + amount}."
-            )
+            head = w.say("Adding up", "Together so far", "The sum grows")
+            steps.append(f"{head}: {running} + {amount} = {running + amount}.")
             running += amount
         steps.append(w.say(f"Together they have {running} {thing}.", f"In total there are {running} {thing}."))
         return solved(" ".join(text), steps, running)
@@ -165,11 +156,8 @@ def sharing(w: Writer) -> Answer:
     w.note((boxes, each, people, share))
     full, left, who = boxes * each, people * share, w.ask("friends", "children", "cousins", "neighbours")
     he, count = words.pronoun(p), abs(change)
-    event = (
-        w.ask(f"{he} finds {count} more", f"{he} buys {count} more")
-        if change > 0
-        else w.ask(f"{he} loses {count}", f"{he} sells {count}")
-    )
+    verb, more = (w.ask("finds", "buys"), " more") if change > 0 else (w.ask("loses", "sells"), "")
+    event = f"{he} {verb} {count}{more}"
     request = w.ask(
         f"{p} has {boxes} {box} with {each} {thing} in each.", f"{p} packs {boxes} {box} with {each} {thing} each."
     )
@@ -201,11 +189,8 @@ def seats(w: Writer) -> Answer:
         f"{p} has {times} {box} with {each} {thing} in each.",
         f"There are {times} {box} at {p}'s house, each with {each} {thing}.",
     )
-    request += w.ask(
-        f" How many {thing} are there?",
-        f" What is the total number of {thing}?",
-        f" How many {thing} is that in total?",
-    )
+    form = w.ask("How many {t} are there?", "What is the total number of {t}?", "How many {t} is that in total?")
+    request += " " + form.format(t=thing)
     steps = [
         w.say(f"We need {times} * {each}.", f"The total is {times} * {each}."),
         w.say("First the tens", "The tens give") + f": {times} * {10 * tens} = {high}.",
@@ -228,13 +213,9 @@ def ages(w: Writer) -> Answer:
         steps.append(w.say(f"{person} is {formula} years old.", f"The age of {person} is {formula}."))
         age = after
     person = people[-1]
-    text.append(
-        w.ask(f"How old will {person} be in {years} years?", f"What will be the age of {person} after {years} years?")
-    )
-    steps.append(
-        w.say(f"In {years} years", f"After {years} years")
-        + f" {person} will be {age} + {years} = {age + years} years old."
-    )
+    form = w.ask("How old will {p} be in {y} years?", "What will be the age of {p} after {y} years?")
+    text.append(form.format(p=person, y=years))
+    steps.append(f"{w.say('In', 'After')} {years} years {person} will be {age} + {years} = {age + years} years old.")
     return solved(" ".join(text), steps, age + years)
 
 

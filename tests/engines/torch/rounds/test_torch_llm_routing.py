@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ddtree_trt import AsyncLLM
 from ddtree_trt.cli import app
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -113,16 +113,6 @@ def test_an_engine_is_closed_when_its_rounds_are_done(directory: Path, monkeypat
     monkeypatch.setattr(rounds_of(llm), "close", lambda: done.append("close"))
     llm.close()
     assert done == ["synchronize", "close"]
-
-
-def test_nobody_is_served_after_shutdown(directory: Path) -> None:
-    async def run() -> None:
-        llm = AsyncLLM(directory, threads=1)
-        llm.shutdown()
-        with pytest.raises(EngineError, match="shut down"):
-            await complete(llm, "Once", greedy())
-
-    asyncio.run(run())
 
 
 def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Path) -> None:
