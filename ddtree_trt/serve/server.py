@@ -6,14 +6,12 @@ import asyncio
 import faulthandler
 import gc
 import math
-import resource
 import socket
 import time
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -23,11 +21,13 @@ from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
+from ddtree_trt.serve.connections import Connections
 from ddtree_trt.serve.limits import Gate, with_origins
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.terminal.printing import progress_bars
 
-HEAD_S = 10.0  # for the head of a request, from the connection's beginning or the answer before
+_BACKLOG = 2048
+_ACCEPTS = 8  # connections taken at once: more might need more files than there are before the idle ones end
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
 _FLUSH_S = 2  # timeout for connections to send their buffers
 _END_S = 4.5  # from the end of the drain timeout to when the process is ended, whatever it is doing
@@ -54,12 +54,12 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a connection is one
+    connections = Connections(options.max_requests)
     llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
         with_origins(gate, options),
-        http=Connection,
+        http=connections.protocol(),
+        backlog=_ACCEPTS,
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         server_header=False,
@@ -122,37 +122,6 @@ def _method(manifest: Manifest) -> str:
     return f"{method.name} with automatic budgets of up to {most} draft tokens a round"
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection, which ends when the head of a request does not come whole in HEAD_S."""
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._wait_or_not()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._wait_or_not()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._wait_or_not()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._wait_or_not()
-
-    def _wait_or_not(self) -> None:
-        """Bytes of a head do not renew its time."""
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if not answering and not self.transport.is_closing():
-            self._timer = self._timer or self.loop.call_later(HEAD_S, self.transport.close)
-        elif self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class Server(uvicorn.Server):
     """uvicorn with draining: after a signal new requests are answered 503, and the server ends when the open ones have
     finished. A second signal ends them at once."""
@@ -170,6 +139,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio takes one number for the queue and for what it takes of it at once
         print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -17,10 +18,10 @@ import httpx
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
-from serving import LONG, ThreadServer, hold, long_chat, read_all, release, thread_server
+from serving import LONG, ProcessServer, ThreadServer, hold, long_chat, read_all, release, thread_server
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.serve import server as serving_process
+from ddtree_trt.serve import connections
 
 ROUND_S = 0.02
 
@@ -218,7 +219,7 @@ def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> No
 
 
 def test_connections_without_a_whole_head_end(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_process, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
     server.passes.hold()
     whole = server.raw(long_chat(max_tokens=4))
     wait_for(lambda: server.llm.running == 1)
@@ -349,3 +350,68 @@ def test_what_does_not_finish_in_the_drain_timeout_is_told(tiny_engine: Path) ->
             assert whole.result().status_code == 503
             lines = [line for line in stream.result().text.splitlines() if line]
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_sends_no_more_gets_its_answer(server: ThreadServer, stream: bool) -> None:
+    held = hold(server, server.llm.slots)  # so that it waits for a slot at first
+    connection = server.raw(long_chat(stream=stream, max_tokens=20))
+    wait_for(lambda: server.llm.waiting == 1)
+    connection.settimeout(WAIT_S)
+    head = connection.recv(4096) if stream else b""
+    connection.shutdown(socket.SHUT_WR)
+    noticed = connection.recv(4096)
+    assert noticed == (b"3\r\n:\n\n\r\n" if stream else b"HTTP/1.1 100 \r\n\r\n")
+    release(server, held)
+    answer = head + noticed + read_all(connection)
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    if stream:
+        assert b"[DONE]" in answer
+    else:
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 20
+
+
+def test_a_client_that_sends_no_more_and_then_leaves_is_gone(server: ThreadServer) -> None:
+    for stream in (True, False):
+        held = hold(server, server.llm.slots)
+        connection = server.raw(long_chat(stream=stream))
+        wait_for(lambda: server.llm.waiting == 1)
+        connection.shutdown(socket.SHUT_WR)
+        assert server.http.get("/health").status_code == 200
+        connection.close()
+        wait_for(lambda: server.llm.waiting == 0)
+        release(server, held)
+        wait_for(lambda: server.llm.running == 0)
+
+
+@pytest.mark.parametrize("loop", ["installed", "asyncio"])  # uvloop comes with Ray
+def test_connections_that_ask_nothing_never_lock_others_out(tiny_engine: Path, tmp_path: Path, loop: str) -> None:
+    options = ("--max-requests", "16")
+    if loop == "asyncio":
+        (tmp_path / "uvloop.py").write_text("raise ImportError")
+    with ProcessServer(tiny_engine, *options, files=64 + 16 + 16, env={"PYTHONPATH": str(tmp_path)}) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle: list[socket.socket] = []
+        for crowd in (10, 40, 150):
+            server.process.send_signal(signal.SIGSTOP)  # so that they come at once
+            for _ in range(crowd):
+                idle.append(socket.create_connection((host, int(port)), WAIT_S))
+                idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            server.process.send_signal(signal.SIGCONT)
+            assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=WAIT_S)
+        assert answer.status_code == 200
+        for connection in idle:
+            connection.close()
+        server.terminate()
+        assert server.wait() == (0, "")
+
+
+def test_too_few_file_descriptors_are_refused(tiny_engine: Path) -> None:
+    with ProcessServer(tiny_engine, "--max-requests", "16", files=95) as server:
+        code, error = server.wait()
+    assert (code, error) == (
+        2,
+        "error: 16 requests under way need 96 file descriptors, and this process may have 95; raise that (ulimit -n), "
+        "or lower --max-requests\n",
+    )
