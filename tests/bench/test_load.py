@@ -37,10 +37,10 @@ def test_tokens_are_those_the_server_counted(server: ThreadServer) -> None:
     assert result.model == "tiny" and [run.method for run in result.runs] == ["default", "ar"] * 3
     assert all(len(run.answered) == 6 and not run.errors for run in result.runs)
     tokens = sum(s.tokens for run in result.runs for s in run.sent)
-    grown = {
-        name: after[f"ddtree_{name}_total"] - before[f"ddtree_{name}_total"] for name in ("generation_tokens", "rounds")
-    }
-    assert grown["generation_tokens"] == tokens + 2 * 12, "and of one request of each method that is not measured"
+    grown = {name: after[name] - before[name] for name in ("vllm:generation_tokens_total", "ddtree_rounds_total")}
+    assert grown["vllm:generation_tokens_total"] == tokens + 2 * 12, (
+        "and of one request of each method that is not measured"
+    )
     drafted = [run for run in result.runs if run.method == "default"]
     assert sum(s.accepted for run in drafted for s in run.sent) > 0
     assert all(run.acceptance_length is None for run in result.runs if run.method == "ar")

@@ -80,7 +80,7 @@ def test_cibuildwheel_reads_its_configuration(platform: str, architecture: str, 
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [f"cp{version}-{identifier}" for version in (310, 311, 312, 313)]
+    assert run.stdout.split() == [f"cp{version}-{identifier}" for version in (311, 312, 313)]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

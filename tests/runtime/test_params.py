@@ -101,7 +101,7 @@ def test_what_a_refusal_says(values: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        *[({"stop": "x"}, ("x",)), ({"stop": iter(["x", "y"])}, ("x", "y")), ({"stop": None}, ())],
+        *[({"stop": "x"}, ("x",)), ({"stop": {"x": 1, "y": 2}.keys()}, ("x", "y")), ({"stop": None}, ())],
         *[
             ({"stop_token_ids": 5}, (5,)),
             ({"stop_token_ids": [np.int64(5), 6]}, (5, 6)),

@@ -184,7 +184,7 @@ def test_a_drafter_in_bf16_beside_a_target_in_fp16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "limits"), zip(VARIANTS.values(), (LIMITS, LIMITS, ONE_SLOT), strict=True), ids=VARIANTS
+    ("fields", "limits"), [*zip(VARIANTS.values(), (LIMITS, LIMITS, ONE_SLOT), strict=True)], ids=VARIANTS
 )
 def test_plans_of_variants(fields: dict[str, Any], limits: Limits, tmp_path: Path) -> None:
     """A plan whose attentions are fused under their masks, and whose outputs have the width of the drafter's head."""

@@ -54,7 +54,7 @@ def tokens_per_round(server: ThreadServer, prompts: list[str], tokens: int) -> f
     for prompt in prompts:
         assert server.chat(prompt, max_tokens=tokens, temperature=0).status_code == 200
     after = server.figures()
-    rounds, made = (after[f"ddtree_{n}_total"] - before[f"ddtree_{n}_total"] for n in ("rounds", "generation_tokens"))
+    rounds, made = (after[n] - before[n] for n in ("ddtree_rounds_total", "vllm:generation_tokens_total"))
     return (made - len(prompts)) / rounds  # a prompt's first token comes without a round
 
 

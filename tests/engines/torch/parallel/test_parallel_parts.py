@@ -176,7 +176,7 @@ def test_other_drafters_are_refused(tmp_path: Path) -> None:
     for title, drafter in drafters.items():
         directory = tmp_path / f"engine of {title}"
         build_torch_engine(target, drafter, directory, max_batch=2, max_seq_len=96).close()
-        with pytest.raises(UsageError, match=f"is for engines with a DFlash drafter, .* has {title}"):
+        with pytest.raises(UsageError, match=f"is for engines with a drafter of blocks, .* has {title}"):
             open_engine(directory, tensor_parallel_size=2)
 
 
@@ -194,5 +194,5 @@ def test_other_backends_and_options_are_refused(tiny_engine: Path) -> None:
         ):
             with pytest.raises(UsageError, match=f"tensor_parallel_size must be from 1 to 64, not {size}"):
                 make(size)
-    with pytest.raises(UsageError, match="tensor_parallel_size"):
+    with pytest.raises(UsageError, match="device_rounds is on, but a target that is split"):
         BenchSettings("micro", tensor_parallel_size=2, device_rounds="on")

@@ -102,7 +102,7 @@ def test_profiling_waits_for_rounds_under_way(
     with LLM(directory, threads=1, device_rounds="on", exact_stage_times=True) as llm:
         settled: list[str] = []
         clock = llm.core.scheduler.clock
-        monkeypatch.setattr(clock, "_settle", lambda: settled.append(clock._stage))
+        monkeypatch.setattr(clock, "_synchronize", lambda: settled.append(clock._stage))
         (output,) = llm.generate(prompts[0], greedy())
     assert settled == ["prefill"] * settled.count("prefill") + ["device_round"] * output.metrics.rounds
 
