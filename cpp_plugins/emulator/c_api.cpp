@@ -1,4 +1,5 @@
-// The launchers behind a C interface, for the tests' ctypes: the structures of attention.h and round.h by address, a status back.
+// The launchers behind a C interface, for the tests' ctypes: the structures of attention.h and round.h by address, a
+// status back.
 #include "ddtree/abi.h"
 #include "ddtree/attention.h"
 #include "ddtree/round.h"
