@@ -142,8 +142,8 @@ def test_sixteen_streams_while_metrics_are_scraped(
     jobs = [prompts[i % len(prompts)] for i in range(16)]
     truth = {prompt: expected(llm, prompt, **sampling) for prompt in set(jobs)}
     before = metric(server, "vllm:generation_tokens_total", model)
-    names = ("time_to_first_token", "time_per_output_token", "e2e_request_latency", "request_queue_time")
-    counts = {f"ddtree_{n}_seconds_count": metric(server, f"ddtree_{n}_seconds_count", model) for n in names}
+    names = ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency", "request_queue_time")
+    counts = {f"vllm:{n}_seconds_count": metric(server, f"vllm:{n}_seconds_count", model) for n in names}
     done = threading.Event()
 
     def scrape() -> int:
