@@ -18,7 +18,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Fields, Source, read_object
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-_MAX_BYTES = 256 << 20  # of the vocabulary: the largest published ones have some 40 MB
+_MAX_TOKENIZER_BYTES = 256 << 20  # Qwen3's has 11 MB, the largest published ones some 40
 
 
 def find_tokenizer(checkpoint: Path) -> Path:
@@ -68,7 +68,7 @@ def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
     advice = "fetch the tokenizer again, that of the target"
     source = Source(str(checkpoint), CheckpointError, advice)
     rules = Source(str(checkpoint / _VOCABULARY), CheckpointError, advice)
-    fields = Fields(read_object(copied / _VOCABULARY, rules, max_bytes=_MAX_BYTES), rules)
+    fields = Fields(read_object(copied / _VOCABULARY, rules, max_bytes=_MAX_TOKENIZER_BYTES), rules)
     for part in ("normalizer", "decoder"):  # before a library applies them
         check_growth(fields, part)
     tokenizer = load_tokenizer(copied, source)
