@@ -22,7 +22,7 @@ from ddtree_trt.runtime.engines.base import DraftRequest, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.passes import LazyRows
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import KernelAttention, Place
+from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.params import SamplingParams
@@ -224,9 +224,7 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     plain = build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16", max_batch=2)
     torch_attention.load_operators()
-    monkeypatch.setattr(
-        "ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: KernelAttention(given[-1])
-    )
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: Attention(given[-1]))
     kernels = open_engine(tmp_path / "e")
     assert isinstance(kernels, TorchEngine) and kernels.target.kernels
     rng = np.random.default_rng(1)
