@@ -18,6 +18,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Fields, Source, read_json
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_MAX_TOKENIZER_BYTES = 256 << 20  # Qwen3's has 11 MB, the largest published ones some 40
 
 
 def find_tokenizer(checkpoint: Path) -> Path:
@@ -68,7 +69,7 @@ def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
     source = Source(str(checkpoint), CheckpointError, advice)
     path = copied / _VOCABULARY
     rules = Source(str(checkpoint / _VOCABULARY), CheckpointError, advice)
-    found = read_json(path, rules)
+    found = read_json(path, rules, max_bytes=_MAX_TOKENIZER_BYTES)
     for part in ("normalizer", "decoder") if isinstance(found, dict) else ():  # before a library applies them
         check_growth(Fields(found, rules), part)
     tokenizer = load_tokenizer(copied, source)
