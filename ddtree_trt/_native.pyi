@@ -141,18 +141,24 @@ def attention_workspace_bound(
     """Bytes of scratch that tree attention on a GPU needs at most, over every call of 1 to `sequences` sequences and 1
     to `tokens` tokens, behind caches of `capacity` rows. What the TensorRT plugin asks for."""
 
-def compact_rows(
-    bases: NDArray[np.uint64],
-    heads: int,
-    head_stride_bytes: int,
-    row_bytes: int,
+def cache_bytes(kv_heads: int, head_dim: int, rows: int, half: bool) -> int:
+    """Bytes of one slot's cache of one layer on the CPU, in float32 or, with `half`, in bfloat16; rows are a multiple
+    of 64."""
+
+def compact_cache(
+    cache: NDArray[np.uint8],
+    slot: int,
+    kv_heads: int,
+    head_dim: int,
+    rows: int,
+    half: bool,
     start: int,
     keep: NDArray[np.int32],
-    rows: int,
 ) -> None:
-    """Move row start + keep[j] to start + j, in place, in every head of the buffers at the addresses bases [P].
+    """Move row start + keep[j] of the slot to start + j, in place, in every layer of cache [layers, slots, bytes].
 
-    keep [m] is strictly increasing and not negative. `rows` is the capacity S of a head; a row beyond it is refused.
-    The addresses are trusted: the caller keeps every buffer alive, writable and at least
-    (heads - 1) * head_stride_bytes + rows * row_bytes long.
+    keep [m] is strictly increasing and not negative; a row behind the cache's `rows` is refused.
     """
+
+def attention_isa() -> str:
+    """The instruction set of `DDTreeAttention` on this CPU: "avx512-bf16", "avx512", "avx2" or "plain"."""

@@ -56,7 +56,7 @@ class IdleEngine:
     threads = 1
     buckets = None
     rounds = None
-    lookahead = None
+    exact = False
     batches = False
 
     def __init__(self, slots: int) -> None:

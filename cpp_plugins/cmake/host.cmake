@@ -2,6 +2,20 @@
 # Framework-free host code. No -march flag: wheels must run on every CPU of their platform.
 add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/candidates.cpp host/tree.cpp host/kv.cpp)
 target_include_directories(ddtree_host PUBLIC include)
+# Attention on the CPU, once for each instruction set; the best is chosen when it runs. Without contraction, so that every
+# fused multiply-add is a written one and a row has the same bits however it is computed.
+set(ddtree_attention host/attention/attention.cpp host/attention/operator.cpp host/attention/plain.cpp)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND ddtree_attention host/attention/avx2.cpp host/attention/avx512.cpp host/attention/avx512_bf16.cpp)
+  set(wide -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma)
+  set_source_files_properties(host/attention/avx2.cpp PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma")
+  set_source_files_properties(host/attention/avx512.cpp PROPERTIES COMPILE_OPTIONS "${wide}")
+  set_source_files_properties(host/attention/avx512_bf16.cpp PROPERTIES COMPILE_OPTIONS "${wide};-mavx512bf16")
+  set_source_files_properties(host/attention/attention.cpp PROPERTIES COMPILE_DEFINITIONS DDTREE_X86)
+endif()
+add_library(ddtree_attention OBJECT ${ddtree_attention})
+target_include_directories(ddtree_attention PRIVATE include host)
+target_compile_options(ddtree_attention PRIVATE -O3 -ffp-contract=off -fno-math-errno -Wall -Wextra)
 if(NOT MSVC)
   target_compile_options(ddtree_host PRIVATE -Wall -Wextra)
 endif()
@@ -18,7 +32,8 @@ endif()
 find_package(nanobind CONFIG REQUIRED)
 
 # -O3 also for the binding: NOMINSIZE stops nanobind from choosing -Os. Before Python 3.12 STABLE_ABI has no effect.
-nanobind_add_module(_native STABLE_ABI NB_STATIC NOMINSIZE host/module.cpp host/tree_module.cpp)
+nanobind_add_module(_native STABLE_ABI NB_STATIC NOMINSIZE
+  host/module.cpp host/tree_module.cpp $<TARGET_OBJECTS:ddtree_attention>)
 target_link_libraries(_native PRIVATE ddtree_host)
 install(TARGETS _native LIBRARY DESTINATION ddtree_trt)
 

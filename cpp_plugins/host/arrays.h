@@ -33,6 +33,10 @@ struct DtypeName<double> {
     static constexpr const char* value = "float64";
 };
 template <>
+struct DtypeName<uint8_t> {
+    static constexpr const char* value = "uint8";
+};
+template <>
 struct DtypeName<int32_t> {
     static constexpr const char* value = "int32";
 };

@@ -16,7 +16,7 @@
 #include "arrays.h"
 #include "ddtree/attention_plan.h"
 #include "ddtree/budget.h"
-#include "ddtree/kv.h"
+#include "ddtree/cpu_attention.h"
 #include "ddtree/noise.h"
 #include "ddtree/sampling.h"
 
@@ -148,35 +148,41 @@ nb::object gumbel(uint64_t seed, int64_t position, int64_t n) {
     return to_numpy(std::move(noise), {static_cast<size_t>(n)});
 }
 
-void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, int64_t row_bytes, int64_t start,
-                  const Input& keep, int64_t rows) {
-    const uint64_t* addresses = checked<uint64_t>(bases, "bases", "[P]", 1);
+ddtree::cpu::CacheShape checked_cache(int64_t kv_heads, int64_t head_dim, int64_t rows, bool half) {
+    if (kv_heads < 1 || head_dim < 1 || rows < 1 || rows % ddtree::cpu::UNIT) {
+        bad_value("kv_heads, head_dim and rows must be positive, and rows a multiple of " +
+                  std::to_string(ddtree::cpu::UNIT));
+    }
+    return {kv_heads, head_dim, rows, half ? ddtree::cpu::Stored::BFLOAT16 : ddtree::cpu::Stored::FLOAT};
+}
+
+int64_t cache_bytes(int64_t kv_heads, int64_t head_dim, int64_t rows, bool half) {
+    return checked_cache(kv_heads, head_dim, rows, half).slot_bytes();
+}
+
+void compact_cache(const Output& cache, int64_t slot, int64_t kv_heads, int64_t head_dim, int64_t rows, bool half,
+                   int64_t start, const Input& keep) {
+    const auto shape = checked_cache(kv_heads, head_dim, rows, half);
+    unsigned char* layers = checked<uint8_t>(cache, "cache", "[layers, slots, bytes]", 3);
     const int32_t* kept = checked<int32_t>(keep, "keep", "[m]", 1);
-    const int64_t count = extent(bases, 0);
     const int64_t m = extent(keep, 0);
-    if (heads < 1 || row_bytes < 1 || rows < 1) {
-        bad_value("heads, row_bytes and rows must be positive");
+    if (static_cast<int64_t>(cache.shape(2)) != shape.slot_bytes()) {
+        bad_value("cache must have " + std::to_string(shape.slot_bytes()) + " bytes a slot, found " +
+                  shape_text(cache));
     }
-    if (heads > 1 && head_stride_bytes / row_bytes < rows) {
-        bad_value("head_stride_bytes must be at least rows * row_bytes, found " + std::to_string(head_stride_bytes));
-    }
-    if (std::find(addresses, addresses + count, uint64_t{0}) != addresses + count) {
-        bad_value("bases must not hold a null address");
-    }
-    if (start < 0) {
-        bad_value("start must not be negative, found " + std::to_string(start));
+    if (slot < 0 || slot >= static_cast<int64_t>(cache.shape(1)) || start < 0) {
+        bad_value("slot and start must not be negative, and slot be one of the cache's");
     }
     for (int64_t j = 0; j < m; ++j) {
-        if (kept[j] < 0 || (j > 0 && kept[j] <= kept[j - 1])) {
-            bad_value("keep must be strictly increasing and not negative: keep[" + std::to_string(j) + "] is " +
-                      std::to_string(kept[j]));
+        if (kept[j] < 0 || (j > 0 && kept[j] <= kept[j - 1]) || start + kept[j] >= rows) {
+            bad_value("keep must be strictly increasing, not negative, and within the rows: keep[" +
+                      std::to_string(j) + "] is " + std::to_string(kept[j]));
         }
     }
-    if (m > 0 && kept[m - 1] >= rows - start) {
-        bad_value("start + keep[-1] must be below rows: " + std::to_string(start) + " + " +
-                  std::to_string(kept[m - 1]) + " is not below " + std::to_string(rows));
+    for (size_t layer = 0; layer < cache.shape(0); ++layer) {
+        ddtree::cpu::compact(shape, layers + (layer * cache.shape(1) + static_cast<size_t>(slot)) * cache.shape(2),
+                             start, kept, m);
     }
-    ddtree::compact_rows({addresses, count, heads, head_stride_bytes, row_bytes}, start, kept, m);
 }
 
 uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_heads, int32_t kv_heads,
@@ -209,6 +215,8 @@ NB_MODULE(_native, m) {
     m.def("draw_weights", &draw_weights, "weights"_a, "seed"_a, "position"_a, "ids"_a.none() = nb::none());
     m.def("noise_bits", &noise_bits, "seed"_a, "position"_a, "token"_a);
     m.def("gumbel", &gumbel, "seed"_a, "position"_a, "n"_a);
-    m.def("compact_rows", &compact_rows, "bases"_a, "heads"_a, "head_stride_bytes"_a, "row_bytes"_a, "start"_a,
-          "keep"_a, "rows"_a);
+    m.def("cache_bytes", &cache_bytes, "kv_heads"_a, "head_dim"_a, "rows"_a, "half"_a);
+    m.def("compact_cache", &compact_cache, "cache"_a, "slot"_a, "kv_heads"_a, "head_dim"_a, "rows"_a, "half"_a,
+          "start"_a, "keep"_a);
+    m.def("attention_isa", &ddtree::cpu::attention_isa);
 }

@@ -33,6 +33,7 @@ PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, t
 SLOTS = Between(1, 1024)
 BUDGETS = Between(1, 4096)
 CHUNK = Between(1, 1 << 16)
+CPU_CACHE_UNIT = 64  # UNIT of cpp_plugins/include/ddtree/cpu_attention.h
 _BYTES = Between(0, 1 << 62)
 _SECONDS = Between(0, 1e9)
 _TOKENS_PER_ROUND = Between(0, 1e6)
@@ -57,6 +58,11 @@ class Limits:
     def cache_rows(self) -> int:
         """S: rows of a slot's cache. One whole pass may be written past the last committed token."""
         return self.max_seq_len + self.max_tokens_per_pass
+
+
+def cpu_cache_rows(limits: Limits) -> int:
+    """Rows of a slot's cache on the CPU, which come in units of them."""
+    return -(-limits.cache_rows // CPU_CACHE_UNIT) * CPU_CACHE_UNIT
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Names of the graphs' inputs and outputs: what `build` writes and `runtime` binds.
 
-Shapes use the letters of `artifact`. Types are those of the ONNX Runtime graphs, where W is the width of the attention
-bias, the longest past + T of the call. In TensorRT engines every integer is int32, W the words of a mask row, and what
+Shapes use the letters of `artifact`. Types are those of the ONNX Runtime graphs, where N is 1 and the T rows are those of
+all sequences one after another, except for a block drafter's blocks. In TensorRT engines every integer is int32, W the words of a mask row, and what
 is float32 [..., H] or in a cache is in the engine's precision; the last group of names is theirs only. Which of them a
 graph has is said by the manifest: native attention has no slot ids.
 """
@@ -9,11 +9,9 @@ graph has is said by the manifest: native attention has no slot ids.
 from __future__ import annotations
 
 TOKEN_IDS = "token_ids"  # int64 [N, T]
-POSITIONS = "positions"  # int64 [N, T]; the drafter's are [N, C + 1 + L]
-ATTENTION_BIAS = "attention_bias"  # float32 [N, 1, T, W]
-SEQLENS_K = "seqlens_k"  # int32 [N]: past + T − 1 of each sequence
-TOTAL_LENGTH = "total_length"  # int32 []: W
-ATTENDED = "attended"  # int64 [A]: for each row that attention computes the one of T it is; see `Int8Graph.row_inputs`
+SLOTS = "slots"  # int64 [N, 5]: of each sequence the slot, its committed rows, and rows: contexts, nodes done, nodes
+PARENTS = "parents"  # int32 [P]: of all sequences' nodes, each counted from 0; −1 at a root
+CACHE = "cache"  # uint8 [layers, slots, bytes], written in place; cpp_plugins/include/ddtree/cpu_attention.h has it
 ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 
 LOGITS = "logits"  # float32 [R, V]
@@ -31,6 +29,7 @@ LEFT = "left"  # float32 [N, L, C, r]: of each candidate of the position before;
 RIGHT = "right"  # float32 [N, L, C, r]: of each candidate
 
 CHOICES = "choices"  # int32 [R]: the target's most probable token
+POSITIONS = "positions"  # int32 [N, T]; the drafter's are [N, C + 1 + L]
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence
 PAST_LEN = "past_len"  # int32 [N]: committed rows of each slot
 KEEP = "keep"  # int32 [K]: rows behind the past that the compaction graph moves; see build/graph/compaction.py
@@ -42,11 +41,16 @@ HEAD = "lm_head"  # float32 [V, H], likewise; in shared.safetensors only where i
 DRAFTER = "drafter."  # prefix of an autoregressive drafter's own tables in shared.safetensors
 
 
+def cache_names(part: str, layer: int) -> tuple[str, str]:
+    """The keys and values of a layer, [N, Hkv, S, D] each: inputs, `part` "past", or outputs "present"."""
+    return f"{part}_key.{layer}", f"{part}_value.{layer}"
+
+
 def past_names(num_layers: int) -> list[str]:
-    """Cache inputs in layer order, key before value: float32 [N, Hkv, S, D] each."""
-    return [f"past_{part}.{i}" for i in range(num_layers) for part in ("key", "value")]
+    """Cache inputs in layer order, key before value."""
+    return [name for layer in range(num_layers) for name in cache_names("past", layer)]
 
 
 def present_names(num_layers: int) -> list[str]:
     """Cache outputs in the order of `past_names`; bound to the same buffers."""
-    return [f"present_{part}.{i}" for i in range(num_layers) for part in ("key", "value")]
+    return [name for layer in range(num_layers) for name in cache_names("present", layer)]

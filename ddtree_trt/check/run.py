@@ -153,7 +153,7 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     # Of equal tokens that are not the first to differ one output has ended: the row is of the longer one.
     row = target_logits(session, prompt, max(expected, found, key=len)[: position + 1])[position]
-    exact = session.engine.lookahead is not None
+    exact = session.engine.exact
     rounding = 0.0 if exact else PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     a, b = (next(iter(tokens[position : position + 1]), None) for tokens in (expected, found))
     gap = None if a is None or b is None else float(row.max() - min(row[a], row[b]))

@@ -39,7 +39,6 @@ class Sequence:
     stop_reason: int | str | None = None
     error: Exception | None = None
     bonus_token: int = -1  # the latest token emitted, not yet in the cache
-    lookahead: list[int] = field(default_factory=list)  # tokens expected after it, with which the next tree begins
     on_round: Callable[[Any], None] | None = None  # called with a loop.Round after each round
     echo: str = ""  # put in front of the text
     method: Method = field(init=False)  # the method named by params.method

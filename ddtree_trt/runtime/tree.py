@@ -8,7 +8,7 @@ arrays of marginals, the contract of the project. The heap, the masks and the wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,40 +100,6 @@ def chain(token_ids: ArrayLike, log_probs: ArrayLike | None = None) -> DraftTree
     ids = np.ascontiguousarray(token_ids, np.int32)
     weights = np.zeros(len(ids)) if log_probs is None else np.cumsum(log_probs, dtype=np.float64)
     return DraftTree(ids, np.arange(1, len(ids) + 1, dtype=np.int32), chain_parents(len(ids) + 1), weights)
-
-
-def spine_first(tree: DraftTree) -> DraftTree:
-    """The tree with its most probable path as its first nodes, each right behind its parent; the other nodes keep their
-    order. The result is not to be cut."""
-    parents = tree.parents.tolist()
-    spine = [0]
-    for node in range(1, len(parents)):
-        if parents[node] == spine[-1]:  # children are popped by falling probability
-            spine.append(node)
-    if spine[-1] == len(spine) - 1:
-        return tree
-    on_spine = np.zeros(len(parents), bool)
-    on_spine[spine] = True
-    order = np.concatenate([spine, np.flatnonzero(~on_spine)])  # [1 + n]
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
-    nodes = order[1:] - 1
-    moved = np.concatenate([tree.parents[:1], place[tree.parents[order[1:]]]])
-    return DraftTree(tree.token_ids[nodes], tree.depths[nodes], moved, tree.log_weights[nodes])
-
-
-def prepend_chain(token_ids: Sequence[int], tree: DraftTree) -> DraftTree:
-    """A chain of tokens [k] below the root, and the tree below the chain's last one."""
-    k = len(token_ids)
-    if not k:
-        return tree
-    head = chain(token_ids)
-    return DraftTree(
-        np.concatenate([head.token_ids, tree.token_ids]),
-        np.concatenate([head.depths, tree.depths + np.int32(k)]),
-        np.concatenate([head.parents, tree.parents[1:] + np.int32(k)]),
-        np.concatenate([head.log_weights, tree.log_weights]),
-    )
 
 
 def chain_parents(length: int) -> NDArray[np.int32]:

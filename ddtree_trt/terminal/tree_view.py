@@ -61,7 +61,7 @@ class TreeView:
         head = f"round {self._count}: {len(round_.tree)} nodes, committed {len(round_.path)}: {tokens}"
         if (d := round_.decision) is None:
             return head
-        if not d.drafted:  # lookahead tokens alone
+        if not d.drafted:
             return f"{head} (drafting does not pay at present)"
         why = (
             f"expected {d.expected_tokens:.1f} tokens in {1000 * d.expected_s:.2f} ms; without a draft one takes "

@@ -19,9 +19,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import tensors as names
 from ddtree_trt.build.graph.lowering_onnxruntime import MICROSOFT, OnnxRuntimeGraph
-from ddtree_trt.build.graph.ops import Attention, Fine, Make, Table
+from ddtree_trt.build.graph.ops import Fine, Make, Table
 from ddtree_trt.build.graph.rotation import rotate, rotation_matrix
 
 LARGEST = 127  # of a quantised value, to either side of zero
@@ -33,24 +32,6 @@ class Int8Graph(OnnxRuntimeGraph):
     """`OnnxRuntimeGraph` whose projections and head multiply 8-bit integers."""
 
     rotates = True
-    _attended = False  # whether the graph has the input of that name
-
-    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        """With `masked`, attention computes A rows: those of the call, and behind them such as the caller wants beside
-        them. Nothing else needs company: sums of integers are exact, and those of `row_product` are the same in any."""
-        super().row_inputs("A" if masked else tokens, max_tokens, masked=masked)
-        self._attended = masked
-        if masked:
-            self.input(names.ATTENDED, "int64", ["A"])
-
-    def attended(self, x: str, out: str) -> str:
-        return self.op("Gather", [x, names.ATTENDED], [out], axis=1) if self._attended else x
-
-    def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
-        rows = super().attention(qkv, at, f"{out}.attended")
-        size = self.op("Shape", [names.TOKEN_IDS], ["tokens"], start=1)
-        start, axis = (self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in (("start", 0), ("axis", 1)))
-        return self.op("Slice", [rows, start, size, axis], [out])
 
     def linear(self, x: str, key: str, make: Make, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
         if fine is not None:

@@ -1,27 +1,29 @@
-"""The graphs' vocabulary lowered to ONNX Runtime: its fused attention, norms and activations, in float32."""
+"""The graphs' vocabulary lowered to ONNX Runtime: its fused norms and activations, and our attention, in float32.
+
+One call takes all sequences: their rows follow each other without padding, and `slots` says which are whose.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-from onnx import TensorProto
 
+from ddtree_trt import _native, plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.ops import Attention, Graph, Make, Sink, Table
-from ddtree_trt.models.decoder import BlockMask
+from ddtree_trt.artifact.manifest import Limits, cpu_cache_rows
+from ddtree_trt.build.graph.ops import Attention, Graph, Make, Shape, Table
+from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
+from ddtree_trt.plugins import MaskMode
 
 MICROSOFT = "com.microsoft"
 
 
 class OnnxRuntimeGraph(Graph):
-    """`Graph` of ONNX Runtime's fused operators."""
+    """`Graph` of ONNX Runtime's fused operators and `DDTreeAttention`."""
 
-    domains = (MICROSOFT,)
+    domains = (MICROSOFT, plugins.NAMESPACE)
 
-    def __init__(self, name: str, sink: Sink) -> None:
-        super().__init__(name, sink)
-        self._bias = ""
+    stored_half = False  # whether caches are in bfloat16
 
     def slots(self, limits: Limits) -> str:
         return "N"
@@ -29,12 +31,14 @@ class OnnxRuntimeGraph(Graph):
     def table(self, table: Table) -> str:
         return self.weight(table.key, table.make)
 
+    def cache(self, dims: TransformerDims, limits: Limits) -> None:
+        self._rows = cpu_cache_rows(limits)
+        size = _native.cache_bytes(dims.num_kv_heads, dims.head_dim, self._rows, self.stored_half)
+        self.input(names.CACHE, "uint8", [dims.num_layers, "S", size])
+
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        self.input(names.SEQLENS_K, "int32", ["N"])
-        self.input(names.TOTAL_LENGTH, "int32", [])
-        self.input(names.POSITIONS, "int64", ["N", tokens])
-        if masked:
-            self._bias = self.input(names.ATTENTION_BIAS, "float32", ["N", 1, tokens, "W"])
+        self.input(names.SLOTS, "int64", ["sequences", 5])
+        self.input(names.PARENTS, "int32", ["P"])
 
     def head(self, x: str, table: Table, out: str) -> str:
         return self.op("Gemm", [x, self.table(table)], [out], transB=1)
@@ -97,45 +101,31 @@ class OnnxRuntimeGraph(Graph):
         total = self.op("ReduceSum", [f"{out}.largest", axis], [f"{out}.share"], keepdims=1)
         return self.op("Mul", [mixed, total], [out])
 
+    def states(self, name: str, shape: Shape) -> str:
+        return super().states(name, [1, *shape[1:]])
+
+    def after_contexts(self, contexts: str, blocks: str, out: str) -> str:
+        """The contexts of all sequences, then their blocks: [1, C + N · block, H]."""
+        return self.concat([contexts, self.reshape(blocks, [1, -1, 0], f"{out}.blocks")], out, axis=1)
+
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
-        """The mask is an attention bias."""
-        return self._attention(qkv, at, self._bias, out)
+        return self._attention(qkv, at, MaskMode.TREE, 0, out)
 
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
-        if mask.causal:
-            # The kernel's own window counts the rows before the current one and itself.
-            window = {"local_window_size": mask.window} if mask.window else {}
-            seen = self._attention(qkv, at, "", f"{out}.rows", **window)
-        else:
-            bias = self._window_bias(block, mask) if mask.window else ""
-            seen = self._attention(qkv, at, bias, f"{out}.rows", causal=0)
-        return self.rows_from(seen, -block, out)
+        seen = self._attention(qkv, at, MaskMode.CAUSAL if mask.causal else MaskMode.NONE, mask.window, f"{out}.rows")
+        return self.reshape(seen, [-1, block, at.heads[0] * at.head_dim], out)
 
-    def _attention(self, qkv: tuple[str, str, str], at: Attention, bias: str, out: str, **attrs: int) -> str:
-        """`bias`: float32 [N, 1, T, W], or "" where nothing is hidden."""
-        inputs = [*qkv, *at.past, names.SEQLENS_K, names.TOTAL_LENGTH, *at.rotary, names.POSITIONS, bias]
-        attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": 1}
-        return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
-
-    def _window_bias(self, block: int, mask: BlockMask) -> str:
-        """The bias [1, 1, T, W] that hides keys outside of the windows of the last `block` rows."""
-        name = f"window.{mask.window}"
-        hidden = self._outside(block, mask.window)
-        before = self.op("Shape", [names.POSITIONS], ["rows.all"], start=1)
-        before = self.op("Sub", [before, self.constant(f"rows.{block}", np.array([block], np.int64))], ["rows.context"])
-        none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]
-        pads = self.concat([none[0], before, none[1]], "window.pads", axis=0)
-        return self.op("Pad", [hidden, pads], [f"{name}.bias"])
-
-    def _outside(self, block: int, window: int) -> str:
-        """float32 [1, 1, block, W]: the lowest number where a key is `window` positions or more from one of the last
-        `block` rows, else 0."""
-        name = f"window.{window}"
-        own = self.reshape(self.rows_from(names.POSITIONS, -block, "positions.end"), [1, 1, block, 1], "block.own")
-        end = self.op("Cast", [names.TOTAL_LENGTH], ["columns.end"], to=TensorProto.INT64)
-        first, step = (self.constant(f"integer.{v}", np.array(v, np.int64)) for v in (0, 1))
-        keys = self.op("Range", [first, end, step], ["columns.keys"])
-        away = self.op("Abs", [self.op("Sub", [keys, own], ["block.distances"])], ["block.away"])
-        near = self.op("Less", [away, self.constant(f"{name}.width", np.array(window, np.int64))], [f"{name}.near"])
-        lowest = self.constant("lowest", np.array(np.finfo(np.float32).min, np.float32))
-        return self.op("Where", [near, self.constant("nothing", np.array(0, np.float32)), lowest], [f"{name}.outside"])
+    def _attention(self, qkv: tuple[str, str, str], at: Attention, mode: MaskMode, window: int, out: str) -> str:
+        """[1, rows of nodes, Hq · D]."""
+        inputs = [*qkv, *at.rotary, names.SLOTS, names.PARENTS, names.CACHE]
+        attrs = {
+            plugins.NUM_Q_HEADS: at.heads[0],
+            plugins.NUM_KV_HEADS: at.heads[1],
+            plugins.HEAD_DIM: at.head_dim,
+            plugins.MASK_MODE: int(mode),
+            "window": window,
+            "layer": at.layer,
+            "rows": self._rows,
+            "half": int(self.stored_half),
+        }
+        return self.op(plugins.ATTENTION, inputs, [out], domain=plugins.NAMESPACE, **attrs)

@@ -169,9 +169,10 @@ class PluginGraph(TensorRtGraph):
             "plugin_namespace": plugins.NAMESPACE,
             "plugin_version": plugins.VERSION,
         }
-        inputs = [self._rotate(query, at), self._rotate(key, at), value, *at.past, names.SLOT_IDS, names.PAST_LEN, mask]
+        past, present = names.cache_names("past", at.layer), names.cache_names("present", at.layer)
+        inputs = [self._rotate(query, at), self._rotate(key, at), value, *past, names.SLOT_IDS, names.PAST_LEN, mask]
         seen = f"{out}.by_head"
-        self.op(plugins.ATTENTION, inputs, [seen, *at.present], domain=plugins.NAMESPACE, **attrs)
+        self.op(plugins.ATTENTION, inputs, [seen, *present], domain=plugins.NAMESPACE, **attrs)
         return self.reshape(seen, [0, 0, query_heads * size], out)
 
     def _rotate(self, x: str, at: Attention) -> str:
@@ -201,9 +202,9 @@ class NativeGraph(TensorRtGraph):
     opset = 24
     ir_version = 11
 
-    def cache(self, dims: TransformerDims, limits: Limits) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    def cache(self, dims: TransformerDims, limits: Limits) -> None:
         self._capacity = limits.cache_rows
-        return super().cache(dims, limits)
+        super().cache(dims, limits)
 
     def slots(self, limits: Limits) -> str:
         return "N"
@@ -243,9 +244,12 @@ class NativeGraph(TensorRtGraph):
         )
         cos, sin = (self._angles(table) for table in at.rotary)
         first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
+        new = self._rotated(key, cos, sin), value
         keys, values = (
             self.op("TensorScatter", [past, rows, first], [present], axis=2)
-            for past, rows, present in zip(at.past, (self._rotated(key, cos, sin), value), at.present, strict=True)
+            for past, rows, present in zip(
+                names.cache_names("past", at.layer), new, names.cache_names("present", at.layer), strict=True
+            )
         )
         lengths = self.cast(self._key_lengths(), "int64", f"{KEY_LENGTHS}.wide")
         inputs = [self._rotated(query, *query_angles), keys, values, visible, "", "", lengths]

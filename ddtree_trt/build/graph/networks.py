@@ -49,7 +49,7 @@ class Network:
         cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
         sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
         self.rotary = (cos, sin)
-        self.caches = graph.cache(dims, limits)
+        graph.cache(dims, limits)
 
     def joined(self, *sources: str) -> np.ndarray:
         """One or several projections side by side [in, out], by their Hugging Face names."""
@@ -100,7 +100,7 @@ class Network:
     def cached(self, index: int) -> Attention:
         """The inputs of layer `index`'s attention."""
         d = self.dims
-        return Attention(*self.caches[index], self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
+        return Attention(index, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
 
     def qkv(self, index: int, h: str) -> tuple[str, str, str]:
         """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding."""
@@ -111,7 +111,6 @@ class Network:
         if bias := parts.qkv_bias:
             key = f"{self.prefix}{layer}.{bias.name}"
             qkv = g.op("Add", [qkv, g.weight(key, lambda: self.joined(*bias.sources))], [f"{layer}.qkv.biased"])
-        qkv = g.attended(qkv, f"{layer}.attended")
         q, k, v = g.split(qkv, d.qkv_widths, [f"{layer}.{p}" for p in "qkv"])
         return self.head_norm(parts.q_norm, q, d.num_heads), self.head_norm(parts.k_norm, k, d.num_kv_heads), v
 

@@ -31,6 +31,7 @@ TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int64": TensorProto.INT64,
     "int32": TensorProto.INT32,
+    "uint8": TensorProto.UINT8,
     "bool": TensorProto.BOOL,
 }
 
@@ -57,10 +58,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Attention:
-    """The inputs of an attention apart from its rows: one layer's cache, the rotary tables, the shape of its heads."""
+    """The inputs of an attention apart from its rows: the layer, whose cache it has, the rotary tables, the shape of its
+    heads."""
 
-    past: tuple[str, str]  # keys, values: [slots, Hkv, S, D]
-    present: tuple[str, str]  # the same buffers, as outputs
+    layer: int
     rotary: tuple[str, str]  # cosine, sine: float32 [S, D/2]
     heads: tuple[int, int]  # Hq, Hkv
     head_dim: int  # D
@@ -109,16 +110,15 @@ class Graph(ABC):
             self._initializers[name] = numpy_helper.from_array(value, name)
         return name
 
-    def cache(self, dims: TransformerDims, limits: Limits) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-        """Add every layer's cache as inputs and outputs; returns per layer (past, present), each (keys, values)."""
+    def cache(self, dims: TransformerDims, limits: Limits) -> None:
+        """Add the caches of all layers: keys and values [slots, Hkv, S, D] each, as inputs and, the same buffers, as
+        outputs."""
         shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
         past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
         for name in past:
             self.input(name, self.floats, shape)
         for name in present:
             self.output(name, self.floats, shape)
-        past_pairs = zip(past[::2], past[1::2], strict=True)
-        return list(zip(past_pairs, zip(present[::2], present[1::2], strict=True), strict=True))
 
     # Operators of every runtime
 
@@ -184,9 +184,9 @@ class Graph(ABC):
         self._initializers[name] = helper.make_tensor(name, TYPES[self.floats], [], [float(values)])
         return name
 
-    def attended(self, x: str, out: str) -> str:
-        """The rows of x [N, T, ...] that attention computes: all, unless a lowering has it compute more."""
-        return x
+    def after_contexts(self, contexts: str, blocks: str, out: str) -> str:
+        """Rows of contexts [N, C, H] and then those of blocks [N, block, H], as attention takes them."""
+        return self.concat([contexts, blocks], out, axis=1)
 
     def split(self, x: str, sizes: Sequence[int], outputs: Sequence[str]) -> Sequence[str]:
         key = "sizes." + "_".join(map(str, sizes))

@@ -12,6 +12,5 @@ from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 
 def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
     """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
-    limits = manifest.limits
-    model = OrtLanguageModel(graph, manifest.drafter_dims, limits.max_batch, limits.cache_rows, threads)
-    return AutoregressiveDrafter(model, limits.prefill_chunk)
+    model = OrtLanguageModel(graph, manifest.drafter_dims, manifest.limits, threads)
+    return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)

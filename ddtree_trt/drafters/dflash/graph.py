@@ -44,7 +44,7 @@ def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> 
 
         def attention(rows: str, i: int = i) -> str:
             layer = net.name(i)
-            rows = g.concat([context, rows], f"{layer}.rows", axis=1)
+            rows = g.after_contexts(context, rows, f"{layer}.rows")
             seen = g.block_attention(net.qkv(i, rows), net.cached(i), block, dims.mask(i), f"{layer}.attn")
             return net.project(i, seen)
 

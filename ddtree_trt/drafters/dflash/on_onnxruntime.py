@@ -16,7 +16,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork, SlotRows
 
 
 class _States:
@@ -66,45 +66,55 @@ class BlockDrafter(Drafter):
         self._pending[slot].cut(length - context)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass per slot, as the target does."""
-        return [self._draft(request) for request in requests]
+        """One pass for all slots, behind passes of long contexts that only extend their caches."""
+        pieces = []
+        for request in requests:
+            if not self._pending[request.slot].rows:
+                raise EngineError(f"slot {request.slot} has no new target states to draft from")
+            states = self._pending[request.slot].take()
+            last = (len(states) - 1) // self._chunk * self._chunk
+            for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
+                self._pass([request], [states[start : start + self._chunk]])
+            pieces.append(states[last:])
+        outputs = self._pass(requests, pieces)
+        return [self._drafted(request, n, outputs) for n, request in enumerate(requests)]
 
     def warm_up(self, slot: int, budget: int) -> None:
         """Does nothing: sessions have nothing to capture."""
 
-    def _draft(self, request: DraftRequest) -> Draft:
-        slot, dims, cache = request.slot, self._dims, self._network.cache
-        if not self._pending[slot].rows:
-            raise EngineError(f"slot {slot} has no new target states to draft from")
-        states, take = self._pending[slot].take(), self._network.buffers.take
-        block = take(names.TOKEN_IDS, (1, dims.block_size), np.int64)
-        block[0, 0], block[0, 1:] = request.bonus_token, dims.mask_token_id
-        inputs: dict[str, NDArray[Any]] = {names.TOKEN_IDS: block}
-        head = dims.pair_head
-        k = min(request.top_k, dims.head_size) if head is None else head.candidates
-        if head is None:
+    def _pass(self, requests: Sequence[DraftRequest], states: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
+        """Append states [C, M·H] to each slot's cache and draft a block behind them: the graph's outputs."""
+        dims, cache, take = self._dims, self._network.cache, self._network.buffers.take
+        blocks = take(names.TOKEN_IDS, (len(requests), dims.block_size), np.int64)
+        blocks[:, 0], blocks[:, 1:] = [request.bonus_token for request in requests], dims.mask_token_id
+        taps = states[0] if len(states) == 1 else np.concatenate(states)
+        inputs: dict[str, NDArray[Any]] = {names.TOKEN_IDS: blocks, names.TAPS: np.ascontiguousarray(taps)[None]}
+        if (head := dims.pair_head) is None:
+            k = min(max(request.top_k for request in requests), dims.head_size)
             inputs[names.TOP_K] = top_k = take(names.TOP_K, (1,), np.int64)
             top_k[0] = k
-        outputs = self._results(k)
-        for start in range(0, len(states), self._chunk):
-            # All pieces but the last only extend the drafter's context; the next one overwrites their block.
-            piece = states[start : start + self._chunk]
-            past, rows = cache.lengths[slot], len(piece) + dims.block_size
-            positions = take(names.POSITIONS, (1, rows), np.int64)
-            positions[0] = np.arange(past, past + rows)
-            inputs |= {names.TAPS: piece[None], names.POSITIONS: positions}
-            self._network.run(slot, rows, inputs, outputs)
-            cache.append(slot, len(piece))
-        token_ids = outputs[names.CANDIDATES][0].astype(np.int32)
-        if head is None:
-            return Draft(Marginals(outputs[names.LOG_PROBS][0].copy(), token_ids))
-        unary, left, right = (outputs[name][0].copy() for name in (names.UNARY, names.LEFT, names.RIGHT))
-        return Draft(Bilinear(unary, token_ids, left, right))
+        else:
+            k = head.candidates
+        outputs = self._results(len(requests), k)
+        rows = [SlotRows(r.slot, dims.block_size, contexts=len(s)) for r, s in zip(requests, states, strict=True)]
+        self._network.run(rows, inputs, outputs)
+        for request, piece in zip(requests, states, strict=True):
+            cache.append(request.slot, len(piece))
+        return outputs
 
-    def _results(self, k: int) -> dict[str, NDArray[Any]]:
+    def _drafted(self, request: DraftRequest, n: int, outputs: dict[str, NDArray[Any]]) -> Draft:
+        """The draft of sequence n of a pass."""
+        if self._dims.pair_head is None:
+            k = min(request.top_k, self._dims.head_size)
+            log_probs, ids = (outputs[name][n, :, :k] for name in (names.LOG_PROBS, names.CANDIDATES))
+            return Draft(Marginals(log_probs.copy(), ids.astype(np.int32)))
+        unary, left, right = (outputs[name][n].copy() for name in (names.UNARY, names.LEFT, names.RIGHT))
+        return Draft(Bilinear(unary, outputs[names.CANDIDATES][n].astype(np.int32), left, right))
+
+    def _results(self, count: int, k: int) -> dict[str, NDArray[Any]]:
         """Memory for the graph's outputs, by their names: K or C candidates of each position."""
         take, head = self._network.buffers.take, self._dims.pair_head
-        shape = (1, self._dims.draft_length, k)
+        shape = (count, self._dims.draft_length, k)
         results: dict[str, NDArray[Any]] = {names.CANDIDATES: take(names.CANDIDATES, shape, np.int64)}
         if head is None:
             return {**results, names.LOG_PROBS: take(names.LOG_PROBS, shape, np.float32)}
@@ -116,5 +126,5 @@ def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
     """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
     dims, limits = manifest.drafting.dims, manifest.limits
     widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
-    network = OrtNetwork(graph, dims, limits.max_batch, limits.cache_rows, threads, widths=widths)
+    network = OrtNetwork(graph, dims, limits, threads, widths=widths)
     return BlockDrafter(network, dims, limits.prefill_chunk)

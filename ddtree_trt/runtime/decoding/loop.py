@@ -19,7 +19,6 @@ from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
-    DrawnFrom,
     Engine,
     RoundRequest,
     RoundResult,
@@ -29,19 +28,10 @@ from ddtree_trt.runtime.engines.base import (
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
 from ddtree_trt.runtime.structured.matcher import allowed_part, with_spare
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, prepend_chain, spine_first, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, walk
 
 Path = NDArray[np.int32]
 NOTHING = Proposal(EMPTY)
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The nodes at which the target chose tokens."""
-
-    path: Path  # [m], root first
-    emitted: int  # nodes of the path whose tokens were emitted, 1 or more
-    lookahead: list[int]  # [m − emitted]: tokens chosen at the others; [] if the sequence has ended
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Round:
     """One finished round of one sequence, as watchers get it."""
 
     root_token: int  # the bonus token of the round before
-    tree: DraftTree  # lookahead tokens and what was drafted after them
+    tree: DraftTree
     path: Path  # [m], root first
     next_token: int  # the target's choice at the path's end
     decision: Decision | None  # why the tree had its size; None for a fixed budget
@@ -67,31 +57,22 @@ class _SlotRound:
         self.slot = sequence.slot
         self.past = engine.length(self.slot)
         self.root_token = sequence.bonus_token
-        self.lookahead = sequence.lookahead
-        self.in_place = engine.lookahead is not None  # whether only nodes right behind their ancestors emit tokens
         self.ceiling = 0  # most nodes to draft
         self.decision: Decision | None = None  # why the tree has its size; None for a fixed budget
         self.proposal = NOTHING
-        self.result: Walk | None = None  # None before the walk, and if it failed
+        self.path: Path | None = None  # None before the walk, and if it failed
 
     @property
     def planned(self) -> SlotInput:
         """What the round's budgets are planned by."""
         s = self.sequence
-        left = s.tokens_left - len(self.lookahead)
-        return SlotInput(s.budget, self.past + len(self.lookahead), left, s.drafts)
-
-    @property
-    def tree(self) -> DraftTree:
-        """The tree to verify."""
-        return prepend_chain(self.lookahead, self.proposal.tree)
+        return SlotInput(s.budget, self.past, s.tokens_left, s.drafts)
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
-        last_token = self.lookahead[-1] if self.lookahead else self.root_token
         length = min(self.ceiling, s.budget.levels or self.ceiling)
-        return DraftRequest(self.slot, last_token, k, length, s.sampler.draft)
+        return DraftRequest(self.slot, self.root_token, k, length, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
@@ -122,13 +103,13 @@ class _SlotRound:
             # How long a drawn chain is must not depend on what was drawn: it is cut by the constraint last.
             if s.sampler.matcher is not None and s.method.draws:
                 tree = self._allowed(tree)
-            self.proposal = Proposal(spine_first(tree) if self.in_place else tree, self.proposal.drawn[:nodes])
+            self.proposal = Proposal(tree, self.proposal.drawn[:nodes])
 
     def _allowed(self, tree: DraftTree) -> DraftTree:
         """The part of a tree that the constraint of the output allows."""
         matcher = self.sequence.sampler.matcher
         assert matcher is not None, "only constrained sequences ask"
-        return allowed_part(tree, matcher, self.lookahead)
+        return allowed_part(tree, matcher)
 
     def take(self, result: RoundResult, engine: Engine) -> None:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
@@ -141,40 +122,25 @@ class _SlotRound:
     def walk(self, verdict: Verdict) -> None:
         if not self.sequence.finished:
             with self:
-                self.result = accept(self.sequence, self.tree, self.proposal.drawn, verdict, in_place=self.in_place)
-                self.sequence.metrics.add_round(self.result.emitted, len(self.proposal.tree), self.decision)
+                self.path = accept(self.sequence, self.proposal, verdict)
+                self.sequence.metrics.add_round(len(self.path), len(self.proposal.tree), self.decision)
 
     def commit(self, engine: Engine) -> None:
-        s, result = self.sequence, self.result
-        if result is None:
+        s, path = self.sequence, self.path
+        if path is None:
             return
-        path = result.path[: result.emitted]
         engine.commit(self.slot, path, taps=s.drafts)
-        # The last token that may come is chosen at a node behind those of all others.
-        s.lookahead = result.lookahead[: max(s.tokens_left - 1, 0)]
-        if s.lookahead:
-            assert engine.lookahead is not None, "only engines with this call leave tokens to look ahead at"
-            engine.lookahead(self.slot, result.path[result.emitted :][: len(s.lookahead)])
         with self:
-            self._observe(result)
+            if isinstance(s.budget, AutoBudget) and self.decision is not None:
+                s.budget.observe(self.decision, self.proposal.tree, path, ends=s.finished)
 
     def show(self) -> None:
         """Call the watcher, if the sequence has one, with the round that is committed."""
-        s, result = self.sequence, self.result
-        if s.on_round is None or result is None:
+        s, path = self.sequence, self.path
+        if s.on_round is None or path is None:
             return
         with self:
-            path = result.path[: result.emitted]
-            s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, self.decision))
-
-    def _observe(self, result: Walk) -> None:
-        """Show the budget the walk below the node that was drafted behind. If the walk did not come there, nothing was
-        gained, and nothing is known of the draft."""
-        s, skipped = self.sequence, len(self.lookahead)
-        arrived = len(result.path) > skipped
-        path = result.path[skipped:] - skipped if arrived else result.path[:1]
-        if isinstance(s.budget, AutoBudget) and self.decision is not None:
-            s.budget.observe(self.decision, self.proposal.tree, path, ends=s.finished or not arrived)
+            s.on_round(Round(self.root_token, self.proposal.tree, path, s.bonus_token, self.decision))
 
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
@@ -221,7 +187,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
             each.decision = decision
 
     with clock("tree_compile"):
-        requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.tree)) for each in slot_rounds]
+        requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.proposal.tree)) for each in slot_rounds]
 
     with clock("verify"):
         for each, verdict in zip(slot_rounds, engine.verify(requests), strict=True):
@@ -230,54 +196,32 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     with clock("commit"):
         for each in slot_rounds:
             each.commit(engine)
-    budgets.took(drafted - start, time.perf_counter() - drafted, max(len(each.tree) for each in slot_rounds))
+    budgets.took(drafted - start, time.perf_counter() - drafted, max(len(each.proposal.tree) for each in slot_rounds))
 
     for each in slot_rounds:  # what watchers do is no part of a stage
         each.show()
 
 
-def accept(
-    sequence: Sequence, tree: DraftTree, drawn: tuple[DrawnFrom, ...], verdict: Verdict, *, in_place: bool = False
-) -> Walk:
-    """Walk the verified tree and emit the target's tokens.
+def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
+    """Walk the verified tree and emit the target's tokens; the accepted path [m], root first.
 
     Each node on the path yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is
-    met inside the path, the path ends there. With `in_place`, tokens are emitted as long as the path's nodes are the
-    tree's first ones; those chosen after them are the lookahead.
+    met inside the path, the path ends there.
     """
-    if not sequence.sampler.takes_choices:
-        return _choose(sequence, tree, drawn, verdict, in_place)
-    path = walk(tree, verdict.choices)
-    ready = int((path == np.arange(len(path))).sum()) if in_place else len(path)
-    wanted = sequence.params.logprobs is not None  # reading a row may copy it from a device
-    tokens = verdict.choices[path].tolist()
-    rows = zip(path[:ready].tolist(), tokens, strict=False)
-    emitted = emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in rows))
-    if sequence.finished:
-        return Walk(path[:emitted], emitted, [])
-    return Walk(path, emitted, tokens[emitted:])
-
-
-def _choose(
-    sequence: Sequence, tree: DraftTree, drawn: tuple[DrawnFrom, ...], verdict: Verdict, in_place: bool
-) -> Walk:
-    """`accept` where the sampler chooses from rows of logits."""
-    sampler, emitted, lookahead = sequence.sampler, 0, list[int]()
+    sampler, drawn = sequence.sampler, proposal.drawn
+    if sampler.takes_choices:
+        path = walk(proposal.tree, verdict.choices)
+        wanted = sequence.params.logprobs is not None  # reading a row may copy it from a device
+        rows = zip(path.tolist(), verdict.choices[path].tolist(), strict=True)
+        return path[: emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in rows))]
 
     def choose(node: int) -> int | None:
-        nonlocal emitted
         row = verdict.logits[node]
-        if in_place and node > emitted:
-            if (expected := sampler.lookahead(row, lookahead)) is not None:
-                lookahead.append(expected)
-            return expected
-        emitted += 1
         # A chain was drawn: node d's only child is the token drawn at depth d + 1.
         token = sampler.choose_against(row, drawn[node]) if node < len(drawn) else sampler.choose(row)
         return token if sequence.append(token, row) else None
 
-    path = descend(tree, choose)
-    return Walk(path[: emitted + len(lookahead)], emitted, lookahead)
+    return descend(proposal.tree, choose)
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:

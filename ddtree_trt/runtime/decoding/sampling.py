@@ -10,7 +10,6 @@ is a draw from the target.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,36 +97,29 @@ class Sampler:
             raise EngineError(_NOT_FINITE)
         return choice
 
-    def choose(self, logits: Row, *, behind: Sequence[int] = ()) -> int:
-        """Draw the next token from the target's distribution at a row of logits [V]. `behind`: in a look ahead, the
-        tokens between the output and the row; penalties do not count them."""
+    def choose(self, logits: Row) -> int:
+        """Draw the next token from the target's distribution at a row of logits [V]."""
         matcher = self.matcher
         if matcher is None:
-            return self._draw(logits, len(behind))
+            return self._draw(logits)
         if not (self.params.stochastic and self._filters):
             # An argmax, of logits or of logits with noise, is that of the allowed tokens too if it is one of them.
-            token = self._draw(logits, len(behind))
-            if matcher.allows(token, behind):
+            token = self._draw(logits)
+            if matcher.allows(token):
                 return token
-        return self._draw(_masked(logits, matcher.mask(behind)), len(behind))
+        return self._draw(_masked(logits, matcher.mask()))
 
-    def lookahead(self, logits: Row, behind: Sequence[int]) -> int | None:
-        """`choose` for a look ahead; None where the constraint lets nothing follow `behind`."""
-        if self.matcher is not None and self.matcher.ends(behind):
-            return None
-        return self.choose(logits, behind=behind)
-
-    def _draw(self, logits: Row, ahead: int) -> int:
-        """The token at a row of logits [V], `ahead` positions behind the next one."""
+    def _draw(self, logits: Row) -> int:
+        """The token at a row of logits [V]."""
         if not self.params.stochastic:
             return self._best(logits)
         if not self._filters:
-            token = self.noise.draw_logits(self._position + ahead, self._processed(logits), self.params.temperature)
+            token = self.noise.draw_logits(self._position, self._processed(logits), self.params.temperature)
             if token < 0:
                 raise EngineError(_NOT_FINITE)
             return token
         ids, weights = self._support(logits)
-        index = self.noise.draw(self._position + ahead, weights, ids)
+        index = self.noise.draw(self._position, weights, ids)
         return index if ids is None else int(ids[index])
 
     def choose_against(self, logits: Row, drawn: DrawnFrom) -> int:

@@ -116,19 +116,15 @@ class Engine(Protocol):
 
     @property
     def batches(self) -> bool:
-        """Whether a call takes all its slots in one pass, in which every slot has as many rows as the one with most;
-        else it takes one slot after the other."""
+        """Whether a call takes all its slots in one pass; else it takes one slot after the other."""
 
     @property
     def rounds(self) -> DeviceRounds | None:
         """Rounds that stay on the device; None where the engine has none."""
 
     @property
-    def lookahead(self) -> Callable[[int, NDArray[np.int32]], None] | None:
-        """Of an engine whose rows have the same bits in every pass, as long as each one's ancestors are the rows right
-        before it: only such rows are to choose tokens that are emitted. `lookahead(slot, nodes)`, called after a
-        commit, passes further nodes [k] of the last tree, rising, to the drafter alone. Until the slot's next commit
-        drafts continue after them, and the next tree begins with their tokens. None: every row of a tree may choose."""
+    def exact(self) -> bool:
+        """Whether a row's results have the same bits in every pass, whatever the tree and the other slots."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""
@@ -145,7 +141,7 @@ class Engine(Protocol):
         The verdict has T rows for `all`, the last one for `last`, and no row for `none`."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One drafter pass per slot over [bonus, MASK × L] on top of every committed and lookahead token."""
+        """One drafter pass per slot over [bonus, MASK × L] on top of every committed token."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """One target pass over each slot's tree; logits for all T nodes. Nothing is committed yet."""

@@ -1,14 +1,12 @@
-"""One network in ONNX Runtime: a session with a cache whose buffers are both past and present.
-
-Rules of `GroupQueryAttention` that this file observes (a wrong value gives wrong numbers without an error):
-seqlens_k is past + T − 1 of each sequence, total_length the largest past + T, the bias exactly that wide, and the past
-and present of a layer are one buffer.
-"""
+"""One network in ONNX Runtime: a session whose passes take the rows of several slots, and the cache of all slots, which
+the graph's attention writes in place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,12 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits, cpu_cache_rows
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.drafters import Pass
-from ddtree_trt.runtime.engines.passes import SlotCache
+from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
 
 
@@ -31,7 +30,8 @@ def session_options(threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    options.enable_mem_pattern = False  # planned per set of input shapes, and the bias changes its shape every pass
+    options.enable_mem_pattern = False  # planned per set of input shapes, and passes differ in their rows
+    options.register_custom_ops_library(_native.__file__)
     # Target and drafter have separate threads: those of one would spin on the cores that the other computes on.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if "vnni" not in read_cpu().features:
@@ -60,43 +60,39 @@ class _Buffers:
         return view
 
 
-class _Binding:
-    """A slot's caches and the arrays of its passes, bound to a session. An array that is bound already is not bound
-    again: a run reads its current values."""
+@dataclass(frozen=True)
+class SlotRows:
+    """A slot's rows of a pass, behind its committed ones."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
-        self.handle = session.io_binding()
-        self._bound: dict[str, NDArray[Any]] = {}
+    slot: int
+    nodes: int
+    contexts: int = 0  # rows of keys alone, before the nodes
+    done: int = 0  # nodes before these whose rows the cache has
 
-    def cache(self, past: str, present: str, buffer: NDArray[np.float32]) -> None:
-        """Bind one buffer as past and as present."""
-        value = ort.OrtValue.ortvalue_from_numpy(buffer)
-        self.handle.bind_ortvalue_input(past, value)
-        self.handle.bind_ortvalue_output(present, value)
 
-    def input(self, name: str, array: NDArray[Any]) -> None:
-        if self._bound.get(name) is not array:
-            self.handle.bind_cpu_input(name, array)
-            self._bound[name] = array
+class OrtCache(SlotLengths):
+    """One network's cache: keys and values of all layers and slots, as `DDTreeAttention` stores them. The buffer never
+    moves: passes append in place, compaction moves rows in place."""
 
-    def output(self, name: str, array: NDArray[Any]) -> None:
-        if self._bound.get(name) is not array:
-            self.handle.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
-            self._bound[name] = array
+    def __init__(self, dims: TransformerDims, slots: int, rows: int, *, half: bool) -> None:
+        """`rows`: of a slot, as `cpu_cache_rows` says; `half`: in bfloat16."""
+        super().__init__(slots, rows)
+        self._shape = (dims.num_kv_heads, dims.head_dim, rows, half)
+        # np.zeros maps pages lazily: a slot costs memory only once tokens are written to it.
+        self.buffer = np.zeros((dims.num_layers, slots, _native.cache_bytes(*self._shape)), np.uint8)
+
+    def compact(self, slot: int, path: NDArray[np.int32]) -> None:
+        """Move the rows length + path[j] to length + j in every layer, then count them as committed."""
+        if path[-1] != len(path) - 1:
+            _native.compact_cache(self.buffer, slot, *self._shape, self.lengths[slot], path)
+        self.append(slot, len(path))
 
 
 class OrtNetwork:
-    """A session and the cache of its slots: runs passes over one slot at a time."""
+    """A session and the cache of its slots."""
 
     def __init__(
-        self,
-        path: Path,
-        dims: TransformerDims,
-        slots: int,
-        rows: int,
-        threads: int,
-        *,
-        widths: Mapping[str, int],
+        self, path: Path, dims: TransformerDims, limits: Limits, threads: int, *, widths: Mapping[str, int]
     ) -> None:
         """`widths`: length of the last axis by name of input or output. Raises ArtifactError when the graph cannot be
         loaded, or does not match `dims`."""
@@ -106,136 +102,114 @@ class OrtNetwork:
             reason = " ".join(str(error).split())
             raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
         self.dims = dims
-        # Whether attention can be given an idle row that nothing else computes, because the rest needs none.
-        self._attends_apart = any(end.name == names.ATTENDED for end in self.session.get_inputs())
-        self._check_graph(path, rows, widths)
-        self.cache = SlotCache(dims, slots, rows)
-        self._past = names.past_names(dims.num_layers)
-        self._present = names.present_names(dims.num_layers)
+        self.cache = OrtCache(
+            dims, limits.max_batch, cpu_cache_rows(limits), half=self._check_graph(path, limits, widths)
+        )
         self.buffers = _Buffers()
-        self._bindings: dict[int, _Binding] = {}
+        self._binding = self.session.io_binding()
+        self._bound: dict[str, NDArray[Any]] = {}
 
-    def _check_graph(self, path: Path, rows: int, widths: Mapping[str, int]) -> None:
-        """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it, which
-        would otherwise fail in the first pass or give wrong numbers."""
+    def _check_graph(self, path: Path, limits: Limits, widths: Mapping[str, int]) -> bool:
+        """Whether the graph's cache is in bfloat16. Raises ArtifactError for a tensor that is missing or has another
+        shape than the arrays bound to it, which would otherwise fail in the first pass or give wrong numbers."""
         shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
-        heads, size = self.dims.num_kv_heads, self.dims.head_dim
-        cache = [*names.past_names(self.dims.num_layers), *names.present_names(self.dims.num_layers)]
-        layers = sum(name.startswith("past_") for name in shapes) // 2
-        if layers != self.dims.num_layers:
-            raise ArtifactError(
-                f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
-            )
-        expected = {name: {1: heads, 2: rows, 3: size} for name in cache} | {
-            name: {-1: n} for name, n in widths.items()
-        }
-        for name, axes in expected.items():
+        cache = shapes.get(names.CACHE, [None])
+        if cache[0] != (layers := self.dims.num_layers):
+            raise ArtifactError(f"{path} has {cache[0]} layers, the manifest says {layers}; rebuild the engine")
+        rows = cpu_cache_rows(limits)
+        sizes = {_native.cache_bytes(self.dims.num_kv_heads, self.dims.head_dim, rows, half): half for half in (False, True)}
+        expected = {names.CACHE: [cache[-1] if cache[-1] in sizes else next(iter(sizes))]}
+        expected |= {name: [width] for name, width in widths.items()}
+        for name, wanted in expected.items():
             shape = shapes.get(name)
-            if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
-                wanted = " and ".join(f"{wanted} on axis {axis}" for axis, wanted in axes.items())
-                raise ArtifactError(f"{path}: {name} is {shape}, the manifest asks for {wanted}; rebuild the engine")
+            if shape is None or shape[-1:] != wanted:
+                raise ArtifactError(
+                    f"{path}: {name} is {shape}, the manifest asks for {wanted[0]} on axis -1; rebuild the engine"
+                )
+        return bool(sizes[cache[-1]])
 
-    def _binding(self, slot: int) -> _Binding:
-        """The slot's binding with its caches bound; made once, since rebinding every layer is slow."""
-        binding = self._bindings.get(slot)
-        if binding is None:
-            binding = self._bindings[slot] = _Binding(self.session)
-            for past, present, buffer in zip(self._past, self._present, self.cache.buffers, strict=True):
-                binding.cache(past, present, buffer[slot : slot + 1])
-        return binding
-
-    def run(self, slot: int, tokens: int, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]]) -> None:
-        """Write `tokens` rows behind the slot's committed ones and fill `outputs`; nothing is committed. Arrays from
-        `buffers` stay bound while their shapes stay."""
-        self.cache.check_room(slot, tokens)
-        total = self.cache.lengths[slot] + tokens
-        seqlens = self.buffers.take(names.SEQLENS_K, (1,), np.int32)
-        total_length = self.buffers.take(names.TOTAL_LENGTH, (), np.int32)
-        seqlens[0], total_length[...] = total - 1, total
-        binding = self._binding(slot)
-        for name, array in (*inputs.items(), (names.SEQLENS_K, seqlens), (names.TOTAL_LENGTH, total_length)):
-            binding.input(name, array)
+    def run(
+        self,
+        slots: Sequence[SlotRows],
+        inputs: dict[str, NDArray[Any]],
+        outputs: dict[str, NDArray[Any]],
+        parents: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Write the slots' rows behind their committed ones and fill `outputs`; nothing is committed. Arrays from
+        `buffers` stay bound while their shapes stay. `parents`: of the slots' nodes, those done included."""
+        placed = self.buffers.take(names.SLOTS, (len(slots), 5), np.int64)
+        for n, rows in enumerate(slots):
+            self.cache.check_room(rows.slot, rows.contexts + rows.done + rows.nodes)
+            placed[n] = rows.slot, self.cache.lengths[rows.slot], rows.contexts, rows.done, rows.nodes
+        tree = self.buffers.take(names.PARENTS, (0 if parents is None else len(parents),), np.int32)
+        tree[:] = parents if parents is not None else 0
+        for name, array in (
+            *inputs.items(),
+            (names.SLOTS, placed),
+            (names.PARENTS, tree),
+            (names.CACHE, self.cache.buffer),
+        ):
+            if self._bound.get(name) is not array:
+                self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+                self._bound[name] = array
         for name, array in outputs.items():
-            binding.output(name, array)
+            if self._bound.get(name) is not array:
+                self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+                self._bound[name] = array
         try:
-            self.session.run_with_iobinding(binding.handle)
+            self.session.run_with_iobinding(self._binding)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed: {error}") from error
 
 
+@dataclass(frozen=True)
+class Extension:
+    """A tree of T rows behind a slot's committed ones, of which `rows` [R] choose tokens."""
+
+    slot: int
+    tree: TokenTree
+    rows: NDArray[np.int64]
+
+
 class OrtLanguageModel(OrtNetwork):
-    """A network with the target's graph: a tree of tokens in, logits out."""
+    """A network with the target's graph: trees of tokens in, logits out."""
 
     def __init__(
-        self,
-        path: Path,
-        dims: TransformerDims,
-        slots: int,
-        rows: int,
-        threads: int,
-        *,
-        taps: int = 0,
-        exact: bool = False,
+        self, path: Path, dims: TransformerDims, limits: Limits, threads: int, *, taps: int = 0, exact: bool = False
     ) -> None:
-        """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
-        its pass, as long as its ancestors lie right before it and there is room for one row more."""
+        """`taps` is M, the number of tapped layers. `exact`: a row's products do not depend on how many others are in
+        its pass; its attention never does."""
         self._tap_width = taps * dims.hidden_size
         self._exact = exact
-        self._block = min(2 * dims.head_dim, 64)
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
-        super().__init__(path, dims, slots, rows, threads, widths=widths)
+        super().__init__(path, dims, limits, threads, widths=widths)
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
-        # Kernels for one row sum in another order than those for several. Attention takes the rows of a pass in blocks,
-        # of twice the head size or, where the processor's cache is small, a lesser power of two. So a row that is alone
-        # in one is computed together with an idle row, which lies behind it in the cache, is not seen by others, and is
-        # never committed.
-        size, wanted = len(tree), len(rows)
-        placed, asked = tree, rows
-        if self._exact and size % self._block == 1 and self.cache.lengths[slot] + size < self.cache.rows:
-            placed = _with_idle_row(tree)
-        if self._exact and not self._attends_apart:
-            tree, asked = placed, np.repeat(rows, 2) if wanted == 1 else rows
-        logits, taps = self._extend(slot, tree, placed, asked)
-        logits = logits[:wanted]
-        return Pass(logits.argmax(-1), logits, None if taps is None else taps[:size])
+        return self.extend_all([Extension(slot, tree, rows)])[0]
 
-    def _extend(
-        self, slot: int, tree: TokenTree, placed: TokenTree, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """(logits [R, V], taps [T, M·H]) of one pass over a tree. Attention computes the rows of `placed`, which begins
-        with it."""
-        past, tokens, take = self.cache.lengths[slot], len(placed), self.buffers.take
-        token_ids = take(names.TOKEN_IDS, (1, len(tree)), np.int64)
-        positions = take(names.POSITIONS, (1, tokens), np.int64)
-        wanted = take(names.ROWS, rows.shape, np.int64)
-        bias = take(names.ATTENTION_BIAS, (1, 1, tokens, past + tokens), np.float32)
-        token_ids[0], wanted[:] = tree.token_ids, rows
-        np.add(placed.depths, past, out=positions[0])
-        _native.attention_bias(placed.parents, past, bias[0, 0])
-        inputs = {
-            names.TOKEN_IDS: token_ids,
-            names.POSITIONS: positions,
-            names.ATTENTION_BIAS: bias,
-            names.ROWS: wanted,
-        }
-        if self._attends_apart:
-            inputs[names.ATTENDED] = attended = take(names.ATTENDED, (tokens,), np.int64)
-            attended[:] = np.arange(tokens) % len(tree)
+    def extend_all(self, extensions: Sequence[Extension]) -> list[Pass]:
+        """Write trees behind the committed rows of distinct slots, in one pass."""
+        take, sizes = self.buffers.take, [len(e.tree) for e in extensions]
+        starts = [0, *accumulate(sizes)]
+        wanted = np.concatenate([e.rows + start for e, start in zip(extensions, starts, strict=False)])
+        # Products of one row sum in another order than those of several, so a row that is alone gets an idle neighbour.
+        idle_row, idle_logits = (int(self._exact and count == 1) for count in (starts[-1], len(wanted)))
+        token_ids = take(names.TOKEN_IDS, (1, starts[-1] + idle_row), np.int64)
+        rows = take(names.ROWS, (len(wanted) + idle_logits,), np.int64)
+        token_ids[0, -1], rows[-1] = 0, wanted[-1]
+        token_ids[0, : starts[-1]] = np.concatenate([e.tree.token_ids for e in extensions])
+        rows[: len(wanted)] = wanted
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
-        outputs = {names.LOGITS: logits}
-        taps = None
+        outputs, taps = {names.LOGITS: logits}, None
         if self._tap_width:
-            outputs[names.TAPS] = taps = take(names.TAPS, (1, len(tree), self._tap_width), np.float32)
-        self.run(slot, tokens, inputs, outputs)
-        return logits, None if taps is None else taps[0]
-
-
-def _with_idle_row(tree: TokenTree) -> TokenTree:
-    """The tree and a child of its root."""
-    return TokenTree(
-        np.append(tree.token_ids, tree.token_ids[:1]),
-        np.append(tree.parents, np.int32(0)),
-        np.append(tree.depths, np.int32(1)),
-    )
+            outputs[names.TAPS] = taps = take(names.TAPS, (1, token_ids.shape[1], self._tap_width), np.float32)
+        placed = [SlotRows(e.slot, size) for e, size in zip(extensions, sizes, strict=True)]
+        parents = np.concatenate([e.tree.parents for e in extensions])
+        self.run(placed, {names.TOKEN_IDS: token_ids, names.ROWS: rows}, outputs, parents)
+        choices, passes, first = logits.argmax(-1), list[Pass](), 0
+        for e, start, size in zip(extensions, starts, sizes, strict=False):
+            own = slice(first, first + len(e.rows))
+            tapped = None if taps is None else taps[0, start : start + size]
+            passes.append(Pass(choices[own], logits[own], tapped))
+            first = own.stop
+        return passes

@@ -49,7 +49,7 @@ class TrtEngine:
 
     threads = 1
     rounds = None
-    lookahead = None
+    exact = False
     batches = True
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:

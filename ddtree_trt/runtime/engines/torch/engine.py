@@ -45,7 +45,7 @@ from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
-    lookahead = None
+    exact = False
     batches = True
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:

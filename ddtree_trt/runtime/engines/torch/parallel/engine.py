@@ -62,7 +62,7 @@ class ParallelEngine:
     """
 
     batches = True
-    lookahead = None
+    exact = False
     rounds = None  # rounds on the device have no host that could lead other ranks
 
     def __init__(

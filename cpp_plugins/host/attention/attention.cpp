@@ -1,0 +1,64 @@
+// The choice of an instruction set, and what does not depend on it.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "attention/kernel.h"
+
+namespace ddtree::cpu {
+
+void rotate(const AttentionPass& pass, const float* vector, int64_t position, float* x) {
+    const int64_t half = pass.rotary, at = std::min(position, pass.positions - 1);
+    const float *cos = pass.cos + at * half, *sin = pass.sin + at * half;
+    for (int64_t j = 0; j < half; ++j) {
+        const float a = vector[j], b = vector[j + half];
+        x[j] = a * cos[j] - b * sin[j];
+        x[j + half] = b * cos[j] + a * sin[j];
+    }
+    for (int64_t j = 2 * half; j < pass.cache.head_dim; ++j) x[j] = vector[j];
+}
+
+namespace {
+
+struct Version {
+    const char* name;
+    void (*attend)(const AttentionPass&, int, const Parallel&);
+    void (*compact)(const CacheShape&, unsigned char*, int64_t, const int32_t*, int64_t);
+};
+
+Version chosen() {
+    const Version plain{"plain", plain::attend, plain::compact};
+#ifdef DDTREE_X86
+    const char* limit = std::getenv("DDTREE_CPU_ISA");  // for tests: the best version that may be taken
+    const auto allowed = [&](const char* name) { return limit == nullptr || std::strcmp(limit, name) == 0; };
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (wide && __builtin_cpu_supports("avx512bf16") && allowed("avx512-bf16")) {
+        return {"avx512-bf16", avx512_bf16::attend, avx512_bf16::compact};
+    }
+    if (wide && allowed("avx512")) {
+        return {"avx512", avx512::attend, avx512::compact};
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && allowed("avx2")) {
+        return {"avx2", avx2::attend, avx2::compact};
+    }
+#endif
+    return plain;
+}
+
+const Version& version() {
+    static const Version the = chosen();
+    return the;
+}
+
+}  // namespace
+
+void attend(const AttentionPass& pass, int threads, const Parallel& parallel) { version().attend(pass, threads, parallel); }
+
+void compact(const CacheShape& shape, unsigned char* slot, int64_t start, const int32_t* keep, int64_t kept) {
+    version().compact(shape, slot, start, keep, kept);
+}
+
+const char* attention_isa() { return version().name; }
+
+}  // namespace ddtree::cpu

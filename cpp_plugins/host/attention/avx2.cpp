@@ -1,0 +1,2 @@
+#define DDTREE_ISA avx2
+#include "attention/kernel.inl"

@@ -1,0 +1,2 @@
+#define DDTREE_ISA avx512
+#include "attention/kernel.inl"

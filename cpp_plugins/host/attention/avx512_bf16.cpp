@@ -1,0 +1,2 @@
+#define DDTREE_ISA avx512_bf16
+#include "attention/kernel.inl"

@@ -1,0 +1,2 @@
+#define DDTREE_ISA plain
+#include "attention/kernel.inl"
