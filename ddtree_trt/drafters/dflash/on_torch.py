@@ -46,7 +46,7 @@ class BlockDrafter(BlockOnDevice):
     def __init__(self, dims: DFlashDims, parts: DrafterParts) -> None:
         self.dims = dims
         self.cache = cache = parts.cache
-        self.graphs = parts.graphs.sharing()
+        self.graphs = parts.graphs
         self.model = Network(dims, parts)
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
         self.waiting = torch.zeros(slots, 1 + dims.draft_length, width, dtype=cache.slab.dtype, device=device)
@@ -101,7 +101,7 @@ class BlockDrafter(BlockOnDevice):
             for place, values in zip(places, self.run(slot_ids, past, counts, bonus_tokens, top_k), strict=True):
                 place.copy_(values.reshape(-1).view(torch.int32))
 
-        self.graphs.run((len(requests), top_k), work)
+        self.graphs.run(("draft", len(requests), top_k), work)
         parts = np.split(self._result.fetch(sum(sizes)), np.cumsum(sizes[:-1]))
         for slot in slots:
             self.cache.append(slot, self.counts[slot])

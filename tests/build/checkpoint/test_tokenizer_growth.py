@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, normalizers
 
 from ddtree_trt.build.checkpoint.growth import check_growth, most_growth
+from ddtree_trt.build.checkpoint.tokenizer import open_tokenizer
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Fields, Source
@@ -96,6 +97,14 @@ def test_a_malformed_one_is_left_to_the_loader(part: Any) -> None:
     else:
         with pytest.raises(CheckpointError):
             check_growth(Fields({"normalizer": part}, source), "normalizer")
+
+
+def test_a_build_reads_files_as_large_as_published_ones(tmp_path: Path) -> None:
+    """Qwen3's and Llama 3's have 9 to 11 MB."""
+    target, _ = make_pair(tmp_path)
+    with (target / "tokenizer.json").open("a") as file:
+        file.write(" " * (48 << 20))
+    assert open_tokenizer(target, target, 1 << 20).get_vocab()
 
 
 def test_a_build_refuses_one(tmp_path: Path) -> None:
