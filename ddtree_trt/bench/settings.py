@@ -14,6 +14,7 @@ from ddtree_trt.runtime.params import MAX_SEED
 Budget = int | Literal["auto"]
 
 TINY = "tiny"  # the prompts that ship with the package
+_PROMPTS = f"JSON Lines, or {TINY}; repeatable. Default: the shipped prompts."
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class BenchSettings(EngineOptions):
     methods: tuple[str, ...] = ()  # besides the baselines; empty takes the method that `auto` is
     # Of methods that make trees; chains have their full length.
     budgets: tuple[Budget, ...] = ("auto", 4, 8, 16, 32, 64)
-    prompts: tuple[str, ...] = (TINY,)  # JSON Lines files, or `tiny`
+    prompts: tuple[str, ...] = option((TINY,), _PROMPTS, "FILE")
     limit: int | None = option(None, "Prompts per set, evenly spaced. Default: all.", within=(1, MAX_COUNT))
     max_tokens: int = option(256, "New tokens of a request.", within=(2, MAX_COUNT))
     temperature: float = option(0.0, "Of every request.", "T", within=(0, 100))
@@ -73,7 +74,7 @@ class CheckSettings(EngineOptions):
     """Settings of `ddtree-trt check`."""
 
     engine: str = ""
-    prompts: tuple[str, ...] = (TINY,)
+    prompts: tuple[str, ...] = option((TINY,), _PROMPTS, "FILE")
     limit: int = option(12, "Prompts per set, evenly spaced.", within=(1, MAX_COUNT))
     max_tokens: int = option(128, "New tokens of a greedy request.", within=(1, MAX_COUNT))
     seeds: int = option(24, "Sampled requests per prompt, method and temperature; 0 skips them.", within=(0, MAX_COUNT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,13 @@ import typer
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.commands.options.common import NewestByDefault, listing, words
-from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.common import NewestByDefault
 from ddtree_trt.commands.options.records import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
 
+STDOUT = Path("-")
 _METHODS = (
     f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. Default: what the drafter is for."
 )
@@ -26,14 +27,10 @@ _METHODS = (
 @with_options()
 def bench(
     engine_dir: NewestByDefault = None,
-    methods: Annotated[str | None, typer.Option(metavar="LIST", help=_METHODS)] = None,
+    methods: Annotated[str, typer.Option(metavar="LIST", help=_METHODS)] = "",
     budgets: Annotated[
         str, typer.Option(metavar="LIST", help="Draft nodes per round of methods that make trees; auto chooses.")
-    ] = listing(BenchSettings.budgets),
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="JSON Lines, or tiny; repeatable. Default: the shipped prompts."),
-    ] = None,
+    ] = ",".join(map(str, BenchSettings.budgets)),
     *,
     settings: BenchSettings,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
@@ -44,17 +41,14 @@ def bench(
     On the same prompts, each from a cold cache, beside `ar` and the chain of the same engine.
     """
     try:
-        sizes: list[Any] = [size if size == "auto" else int(size) for size in words(budgets) or ()]
+        sizes: list[Any] = [size if size == "auto" else int(size) for size in _items(budgets)]
     except ValueError:
         raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {budgets!r}") from None
-    settings = replace(
-        settings,
-        engine=str(engine_dir or newest_engine()),
-        methods=words(methods) or (),
-        budgets=tuple(sizes),
-        prompts=tuple(prompts or settings.prompts),
-    )
-    prepare_folders(folders_of((json, plot)))
+    directory = engine_dir or newest_engine()
+    settings = replace(settings, engine=str(directory), methods=tuple(_items(methods)), budgets=tuple(sizes))
+    for file in (json, plot):
+        if file is not None and file != STDOUT:
+            _prepare(file.parent)
 
     from ddtree_trt.bench import report
     from ddtree_trt.bench.measure import engine_runs, measure
@@ -62,11 +56,27 @@ def bench(
 
     if plot is not None:
         report.require_matplotlib()
-    with terminal.progress_bars() as progress, closing(Session(Path(settings.engine), settings)) as session:
+    with terminal.progress_bars() as progress, closing(Session(directory, settings)) as session:
         result = measure(session, settings, engine_runs(session, settings), progress)
-    if json is not None:
-        write_text(json, result.to_json())
+    if json == STDOUT:
+        print(result.to_json(), end="")
+    elif json is not None:
+        json.write_text(result.to_json(), encoding="utf-8")
     if plot is not None:
         report.draw(result, plot)
     if json != STDOUT:
         print(report.text(result), end="")
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder. Raises UsageError for one that cannot be written, before hours of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write into {folder}: it is not writable")

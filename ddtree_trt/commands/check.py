@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
 import typer
 
@@ -14,16 +13,7 @@ from ddtree_trt.terminal import printing as terminal
 
 
 @with_options()
-def check(
-    engine_dir: EngineDirectory,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SET", help="As in ddtree-trt bench; repeatable. Default: the shipped prompts."),
-    ] = None,
-    *,
-    settings: CheckSettings,
-    json: AsJson = False,
-) -> None:
+def check(engine_dir: EngineDirectory, settings: CheckSettings, json: AsJson = False) -> None:
     """Check that an engine is lossless, its drafter wired right.
 
     Every method must give what the target alone would, up to rounding. Ends with exit code 1 when something fails.
@@ -32,8 +22,7 @@ def check(
     from ddtree_trt.check.run import check_engine
 
     with terminal.progress_bars() as progress:
-        chosen = replace(settings, engine=str(engine_dir), prompts=tuple(prompts or settings.prompts))
-        report = check_engine(chosen, progress)
+        report = check_engine(replace(settings, engine=str(engine_dir)), progress)
     if json:
         terminal.print_json(report.to_dict())
     else:

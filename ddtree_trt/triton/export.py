@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import BACKENDS
@@ -25,10 +26,11 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.device.survey import DRIVER
-from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError, check_range
+from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError
 from ddtree_trt.plugins import library
+from ddtree_trt.records import check, option, with_fields
 from ddtree_trt.triton import ENGINE_FOLDER, inputs
-from ddtree_trt.triton.inputs import LAYOUT_NAMES, LayoutName
+from ddtree_trt.triton.inputs import LayoutName
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
@@ -50,59 +52,80 @@ _QUESTIONS = {  # layout → body of the example request
 
 
 @dataclass(frozen=True)
-class ExportRequest:
-    """What to export. The defaults are the command line's."""
+class ExportOptions:
+    """How the model is run."""
 
-    engine_dir: Path
-    repository: Path
-    model_name: str | None = None  # None takes the engine's name
-    layout: LayoutName = "trtllm"
-    instances: int = 1  # processes, on each GPU if GPUs are named
+    layout: LayoutName = option(
+        "trtllm", "Whose tensor names and shapes: TensorRT-LLM's BLS model or the vLLM backend's.", ""
+    )
+    instances: int = option(1, "Processes with an engine each; with --gpus, on each GPU.", within=(1, _MAX_INSTANCES))
     gpus: tuple[int, ...] = ()  # in the server's numbering; () is the CPU, or GPU 0 for an engine that needs one
-    max_queue: int = 256  # sequences that may wait in one instance
-    link: bool = False  # link the engine by a relative path instead of copying it
+    max_queue: int = option(256, "Sequences that may wait in one instance.", within=(0, MAX_COUNT))
+    link: bool = option(False, "Link the engine by a relative path, or copy it.", flag="--link/--copy")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if any(not 0 <= gpu < _MAX_GPUS for gpu in self.gpus) or len(set(self.gpus)) != len(self.gpus):
+            raise UsageError(f"gpus must be different numbers from 0, not {','.join(map(str, self.gpus))}")
 
 
-def export_triton(request: ExportRequest, progress: Progress = no_progress) -> Path:
+def export_triton(
+    engine_dir: Path,
+    repository: Path,
+    model_name: str | None = None,
+    options: ExportOptions | None = None,
+    *,
+    progress: Progress = no_progress,
+    **fields: Any,
+) -> Path:
     """Write the model and return its directory, REPOSITORY/NAME. An earlier export of that name is replaced.
+
+    `model_name`: the engine's unless given; `fields`: of `ExportOptions`, over `options`.
 
     Raises UsageError for a wrong request, ArtifactError for an engine that cannot be used, and BuildError when the
     directory cannot be written or holds files that no export wrote; the directory is not changed then.
     """
-    manifest = load_manifest(request.engine_dir)
-    gpus = _checked(request, manifest)
-    name = manifest.name if request.model_name is None else request.model_name
+    options = with_fields(ExportOptions, options, fields)
+    manifest = load_manifest(engine_dir)
+    gpus = options.gpus
+    if not BACKENDS[manifest.backend].on_cpu:
+        gpus = gpus or (0,)
+    elif gpus:
+        raise UsageError(
+            f"--gpus is for engines that run on GPUs; this one has backend {manifest.backend} and runs on the CPU"
+        )
+    name = manifest.name if model_name is None else model_name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UsageError(f"{name!r} cannot name a model; use letters, digits, '.', '_' and '-' in --model-name")
-    destination = request.repository.resolve() / name
-    engine = request.engine_dir.resolve()
+    destination = repository.resolve() / name
+    engine = engine_dir.resolve()
     if destination.is_relative_to(engine):
         raise UsageError(f"{destination} lies inside the engine directory; choose another repository")
     if engine.is_relative_to(destination):
         raise UsageError(f"the engine {engine} lies inside {destination}, which would be replaced; name another model")
     _check_untouched(destination)
-    verify_files(request.engine_dir, manifest, progress)
+    verify_files(engine_dir, manifest, progress)
     curl = f"curl -s localhost:8000/v2/models/{name}"
     extra = f"[{found}]" if (found := BACKENDS[manifest.backend].extra) else ""
     values = {
         "version": __version__,
         "model_name": name,
-        "layout": request.layout,
-        "inputs": inputs.config(request.layout),
-        "instances": str(request.instances),
+        "layout": options.layout,
+        "inputs": inputs.config(options.layout),
+        "instances": str(options.instances),
         "kind": "KIND_GPU" if gpus else "KIND_CPU",
         "gpus": ", ".join(map(str, gpus)),
-        "max_queue": str(request.max_queue),
+        "max_queue": str(options.max_queue),
         "engine_name": manifest.name,
         "backend": manifest.backend,
         "requirement": f"ddtree-trt{extra}=={__version__}",
         "extra": extra,
         "machine": _machine(manifest),
         "precision": manifest.precision,
-        "convention": _CONVENTIONS[request.layout],
-        "repository": str(request.repository),
-        "curl_whole": f"{curl}/generate -d '{_QUESTIONS[request.layout] % 'false'}'",
-        "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[request.layout] % 'true'}'",
+        "convention": _CONVENTIONS[options.layout],
+        "repository": str(repository),
+        "curl_whole": f"{curl}/generate -d '{_QUESTIONS[options.layout] % 'false'}'",
+        "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[options.layout] % 'true'}'",
     }
     template = resources.files("ddtree_trt") / "triton_repo" / "model"
     if not (template / "README.md").is_file():
@@ -111,7 +134,7 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
         version = directory / VERSION_FOLDER
         version.mkdir()
         (version / "model.py").write_bytes((template / VERSION_FOLDER / "model.py").read_bytes())
-        for source, target in ((f"config.{request.layout}.pbtxt", "config.pbtxt"), ("README.md", "README.md")):
+        for source, target in ((f"config.{options.layout}.pbtxt", "config.pbtxt"), ("README.md", "README.md")):
             text = Template((template / source).read_text(encoding="utf-8")).substitute(values)
             (directory / target).write_text(text, encoding="utf-8")
         written = {
@@ -119,31 +142,13 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
             for path in sorted(directory.rglob("*"))
             if path.is_file()
         }
-        if request.link:  # relative to the final directory, not to the temporary one
+        if options.link:  # relative to the final directory, not to the temporary one
             (version / ENGINE_FOLDER).symlink_to(os.path.relpath(engine, destination / VERSION_FOLDER))
         else:
             _copy_engine(engine, manifest, version / ENGINE_FOLDER, progress)
-        record = {"product_version": __version__, "layout": request.layout, "files": written}
+        record = {"product_version": __version__, "layout": options.layout, "files": written}
         (directory / MARKER).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return destination
-
-
-def _checked(request: ExportRequest, manifest: Manifest) -> tuple[int, ...]:
-    """The GPUs of the instances. Raises UsageError for what cannot be exported so."""
-    if request.layout not in LAYOUT_NAMES:
-        raise UsageError(f"--layout must be one of {', '.join(LAYOUT_NAMES)}, not {request.layout!r}")
-    check_range("--instances", request.instances, 1, _MAX_INSTANCES)
-    check_range("--max-queue", request.max_queue, 0, MAX_COUNT)
-    gpus = request.gpus
-    if any(not 0 <= gpu < _MAX_GPUS for gpu in gpus) or len(set(gpus)) != len(gpus):
-        raise UsageError(f"--gpus must be different numbers from 0, not {','.join(map(str, gpus))}")
-    if not BACKENDS[manifest.backend].on_cpu:
-        return gpus or (0,)
-    if gpus:
-        raise UsageError(
-            f"--gpus is for engines that run on GPUs; this one has backend {manifest.backend} and runs on the CPU"
-        )
-    return ()
 
 
 def _check_untouched(destination: Path) -> None:

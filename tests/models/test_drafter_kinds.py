@@ -39,8 +39,6 @@ def test_a_kind_and_its_halves(name: str) -> None:
     kind = kind_of(EACH[name])
     assert kind.name == name and dims_record(name) is type(EACH[name])
     for half in kind.halves:
-        if half == "torch":
-            pytest.importorskip("torch")
         assert kind.load(half)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.triton.export import ExportRequest, export_triton
+from ddtree_trt.triton.export import export_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cpp_plugins" / "README.md"]
@@ -144,9 +144,7 @@ def test_other_prompts(llm: LLM, tiny_engine: Path, tmp_path: Path) -> None:
     exported = [
         prompt
         for layout in ("trtllm", "vllm")
-        for prompt in in_document(
-            export_triton(ExportRequest(tiny_engine, tmp_path, layout, layout=layout)) / "README.md"
-        )
+        for prompt in in_document(export_triton(tiny_engine, tmp_path, layout, layout=layout) / "README.md")
     ]
     assert len(exported) == 4
     for prompt in (in_container, of_make_demo(), *exported):

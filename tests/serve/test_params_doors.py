@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.cli import app
 from ddtree_trt.errors import UsageError
-from ddtree_trt.triton.export import ExportRequest, export_triton
+from ddtree_trt.triton.export import export_triton
 
 FIELDS = sorted(field.name for field in dataclasses.fields(SamplingParams))
 NUMBERS = (
@@ -93,7 +93,7 @@ def triton(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
     instance: Instance
     repository = tmp_path_factory.mktemp("models")
-    with loaded(export_triton(ExportRequest(small_engine, repository, "m", link=True))) as instance:
+    with loaded(export_triton(small_engine, repository, "m", link=True)) as instance:
         yield door
 
 

@@ -21,13 +21,13 @@ from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
-from ddtree_trt.triton.export import MARKER, ExportRequest
+from ddtree_trt.triton.export import MARKER
 from ddtree_trt.triton.inputs import FIELDS, LAYOUT_NAMES, ONLY, OTHERS
 from ddtree_trt.triton.settings import Settings, select_device
 
 
 def export(engine: Path, repository: Path, name: str | None = None, **options: Any) -> Path:
-    return triton.export_triton(ExportRequest(engine, repository, name, **options))
+    return triton.export_triton(engine, repository, name, **options)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_the_model_names_what_its_backend_needs(
     manifest = dataclasses.replace(load_manifest(tiny_engine), **changes)
     monkeypatch.setattr(triton, "load_manifest", lambda directory: manifest)
     monkeypatch.setattr(triton, "verify_files", lambda *arguments: None)
-    model = triton.export_triton(ExportRequest(tiny_engine, tmp_path / "models", link=True, instances=2))
+    model = triton.export_triton(tiny_engine, tmp_path / "models", link=True, instances=2)
     (group,) = read_config(model).instance_group
     on_gpu = manifest.backend != "onnxruntime"
     assert (group.Kind.Name(group.kind), group.count) == ("KIND_GPU" if on_gpu else "KIND_CPU", 2)
@@ -243,12 +243,12 @@ def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"instances": 0}, "--instances must be from 1 to 64, not 0"),
-        ({"max_queue": -1}, "--max-queue must be from 0 to"),
-        ({"layout": "other"}, "--layout must be one of trtllm, vllm"),
+        ({"instances": 0}, "instances must be from 1 to 64, not 0"),
+        ({"max_queue": -1}, "max_queue must be from 0 to"),
+        ({"layout": "other"}, "layout must be one of trtllm, vllm"),
         ({"gpus": (0,)}, "--gpus is for engines that run on GPUs"),
-        ({"gpus": (1, 1)}, "--gpus must be different numbers"),
-        ({"gpus": (-1,)}, "--gpus must be different numbers"),
+        ({"gpus": (1, 1)}, "gpus must be different numbers"),
+        ({"gpus": (-1,)}, "gpus must be different numbers"),
         ({"name": "../up"}, "cannot name a model"),
         ({"name": ""}, "cannot name a model"),
     ],

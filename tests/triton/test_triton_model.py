@@ -15,7 +15,7 @@ from pacing import WAIT_S, Passes, wait_for
 
 from ddtree_trt import LLM, SamplingParams, StructuredOutput
 from ddtree_trt.errors import UsageError
-from ddtree_trt.triton.export import ExportRequest, export_triton
+from ddtree_trt.triton.export import export_triton
 from ddtree_trt.triton.requests import parse
 from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
 
@@ -49,7 +49,7 @@ def llm(tiny_engine: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     repository, before = tmp_path_factory.mktemp("models"), set(threading.enumerate())
-    with loaded(export_triton(ExportRequest(tiny_engine, repository, "m", max_queue=0, link=True))) as running:
+    with loaded(export_triton(tiny_engine, repository, "m", max_queue=0, link=True)) as running:
         yield running
     left = set(threading.enumerate()) - before
     assert not [t for t in left if t.name.startswith("ddtree-")], "threads were left behind"
@@ -93,7 +93,7 @@ def test_text_and_figures_equal_the_runtimes(instance: Instance, llm: LLM) -> No
 
 
 def test_metrics_add_up(tiny_engine: Path, tmp_path: Path) -> None:
-    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
+    model = export_triton(tiny_engine, tmp_path, "m", link=True)
     with loaded(model) as instance:
         responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True)).responses())
         eventually(instance, length=1, **{"vllm:num_requests_running": 0})
@@ -232,7 +232,7 @@ def test_one_bad_request_touches_no_other_of_its_batch(
 
 
 def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> None:
-    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", layout="vllm", link=True))
+    model = export_triton(tiny_engine, tmp_path, "m", layout="vllm", link=True)
     with loaded(model) as instance:
         requests = [instance.start(vllm(stream=True, **LONG)) for _ in range(10)]
         next(requests[0].responses())
@@ -243,7 +243,7 @@ def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> No
 
 
 def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Path) -> None:
-    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
+    model = export_triton(tiny_engine, tmp_path, "m", link=True)
     with loaded(model) as instance:
         service, closing = instance.model._service, threading.Event()
         end_all = service._end_all
@@ -260,7 +260,7 @@ def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Pa
 
 
 def test_a_broken_engine_says_why(tiny_engine: Path, tmp_path: Path) -> None:
-    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m"))
+    model = export_triton(tiny_engine, tmp_path, "m")
     (model / "1" / "engine" / "target.onnx").write_bytes(b"x")
     with pytest.raises(RuntimeError, match=r"target\.onnx has 1 bytes, the manifest says \d+; rebuild with"):
         Instance(model)

@@ -1,1 +1,1 @@
-"""Options that several commands share, and those of one subject; files and folders that commands write to."""
+"""Options that several commands share, and those made from records."""

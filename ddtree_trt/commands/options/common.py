@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +12,3 @@ NewestByDefault = Annotated[
     Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest engine under engines/.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def listing(values: Iterable[object]) -> str:
-    """Values as an option's list."""
-    return ",".join(map(str, values))
-
-
-def words(text: str | None) -> tuple[str, ...] | None:
-    """The items of an option's list; None where it was not given."""
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())

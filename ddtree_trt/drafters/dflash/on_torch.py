@@ -116,7 +116,7 @@ class BlockDrafter(BlockOnDevice):
             for place, values in zip(places, self.run(slot_ids, past, counts, bonus_tokens, top_k), strict=True):
                 place.copy_(values.reshape(-1).view(torch.int32))
 
-        self.graphs.run((len(requests), top_k), work)
+        self.graphs.run(("draft", len(requests), top_k), work)
         parts = np.split(self._result.fetch(sum(sizes)), np.cumsum(sizes[:-1]))
         for slot in slots:
             self.cache.append(slot, self.counts[slot])
@@ -173,7 +173,7 @@ def make(
     graphs: Graphs,
 ) -> Drafter:
     """The drafter of an engine."""
-    return BlockDrafter(manifest.drafting.dims, weights, target, cache, attention, graphs.sharing())
+    return BlockDrafter(manifest.drafting.dims, weights, target, cache, attention, graphs)
 
 
 class Network:

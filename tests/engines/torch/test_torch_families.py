@@ -17,9 +17,9 @@ from numerics import random_tree
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch.attention import KernelAttention
+from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.pointwise import Pointwise, rotary_tables
 
 ON_KERNELS = "ddtree_trt.runtime.engines.torch.engine.attention_for"
 
@@ -31,7 +31,7 @@ def test_an_engine_on_the_kernels(family: str, tmp_path: Path, monkeypatch: pyte
     go on from them."""
     pair = make_pair(tmp_path, family=BY_SWITCHES[family], head_dim=64, max_positions=512)
     plain = build_torch_engine(*pair, tmp_path / "e", precision="bf16", max_batch=2)
-    monkeypatch.setattr(ON_KERNELS, lambda *given: KernelAttention(given[-1]))
+    monkeypatch.setattr(ON_KERNELS, lambda *given: Attention(given[-1]))
     kernels = open_engine(tmp_path / "e")
     assert isinstance(kernels, TorchEngine) and kernels.target.kernels
     rng, vocabulary = np.random.default_rng(1), kernels.manifest.target_dims.vocab_size
@@ -52,7 +52,9 @@ def test_heads_without_norms_are_split_as_they_are() -> None:
     tables = rotary_tables(TransformerDims(8, 8, 1, 4, 2, 64, 8, 1e-6, 1e4, 64), 50, torch.device("cpu"))
     qkv = torch.randn(2, 3, (4 + 2 * 2) * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
-    found, expected = (m.split_qkv(qkv, None, None, tables, positions, 1e-6, 4) for m in (KernelMath(), PlainMath()))
+    found, expected = (
+        m.split_qkv(qkv, None, None, tables, positions, 1e-6, 4) for m in (Pointwise(kernels=True), Pointwise())
+    )
     heads = qkv.unflatten(-1, (8, 64))
     for x, y, shape in zip(found, expected, ((2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64)), strict=True):
         assert torch.equal(x, y) and x.is_contiguous() and x.shape == shape

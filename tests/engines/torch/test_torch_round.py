@@ -23,7 +23,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import KernelAttention
+from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
@@ -252,9 +252,7 @@ def test_rounds_on_the_kernels(
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16").close()
     torch_attention.load_operators()
-    monkeypatch.setattr(
-        "ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: KernelAttention(given[-1])
-    )
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: Attention(given[-1]))
     found = {}
     for way in ("device", "host"):
         engine = open_engine(tmp_path / "e")

@@ -20,7 +20,7 @@ if importlib.util.find_spec("pytriton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from ddtree_trt import LLM
-    from ddtree_trt.triton.export import ExportRequest, export_triton
+    from ddtree_trt.triton.export import export_triton
     from tools.triton_server import TritonServer
 
 
@@ -28,14 +28,14 @@ else:
 def repository(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models that work, in both layouts, and two that cannot be loaded."""
     directory = tmp_path_factory.mktemp("models")
-    export_triton(ExportRequest(tiny_engine, directory, "tiny"))
-    export_triton(ExportRequest(tiny_engine, directory, "tiny-vllm", layout="vllm", link=True))
-    export_triton(ExportRequest(tiny_engine, directory, "tiny-noqueue", max_queue=0, link=True))
-    damaged = export_triton(ExportRequest(tiny_engine, directory, "damaged"))
+    export_triton(tiny_engine, directory, "tiny")
+    export_triton(tiny_engine, directory, "tiny-vllm", layout="vllm", link=True)
+    export_triton(tiny_engine, directory, "tiny-noqueue", max_queue=0, link=True)
+    damaged = export_triton(tiny_engine, directory, "damaged")
     weights = bytearray((damaged / "1" / "engine" / "weights.bin").read_bytes())
     weights[len(weights) // 2] ^= 1
     (damaged / "1" / "engine" / "weights.bin").write_bytes(weights)
-    other = export_triton(ExportRequest(tiny_engine, directory, "other-version", link=True))
+    other = export_triton(tiny_engine, directory, "other-version", link=True)
     config = (other / "config.pbtxt").read_text()
     key = 'key: "ddtree_trt_version"\n  value: { string_value: "'
     assert key in config

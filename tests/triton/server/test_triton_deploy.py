@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ddtree_trt import __version__
-from ddtree_trt.triton.export import ExportRequest, export_triton
+from ddtree_trt.triton.export import export_triton
 from ddtree_trt.triton.metrics import ENGINE_GAUGES
 from tools.triton_server import TritonServer
 
@@ -81,7 +81,7 @@ def test_the_container_file_builds_this_version() -> None:
 def deployed(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A server with the deployment's options."""
     repository = tmp_path_factory.mktemp("models")
-    export_triton(ExportRequest(tiny_engine, repository, link=True))
+    export_triton(tiny_engine, repository, link=True)
     program, models, *options = CONTAINER["args"]
     assert (program, models) == ("tritonserver", "--model-repository=/models")
     with TritonServer(repository, options) as server:

@@ -15,7 +15,7 @@ import pytest
 from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metric, text, values
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.triton.export import ExportRequest, export_triton
+from ddtree_trt.triton.export import export_triton
 from tools.triton_server import TritonServer
 
 PROMPT = "def fib(n):"
@@ -44,7 +44,7 @@ class Stream(threading.Thread):
 
 
 def test_a_stopping_server_lets_streams_finish(tiny_engine: Path, tmp_path: Path, truth: str) -> None:
-    export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True))
+    export_triton(tiny_engine, tmp_path, "tiny", link=True)
     server = TritonServer(tmp_path)
     try:
         server.start()
@@ -62,7 +62,7 @@ HOSTILE = ['{"seed": 1' + "0" * 400 + "}", "[" * 100_000, '{"seed": "' + "[" * 1
 
 
 def test_hostile_requests_touch_neither_the_others_nor_the_end(tiny_engine: Path, tmp_path: Path, truth: str) -> None:
-    export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True))
+    export_triton(tiny_engine, tmp_path, "tiny", link=True)
     server = TritonServer(tmp_path)
 
     def attack(text: str) -> set[str]:
@@ -90,7 +90,7 @@ def test_hostile_requests_touch_neither_the_others_nor_the_end(tiny_engine: Path
 
 
 def test_unloading_waits_and_the_model_can_come_back(tiny_engine: Path, tmp_path: Path, truth: str) -> None:
-    export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True))
+    export_triton(tiny_engine, tmp_path, "tiny", link=True)
     with TritonServer(tmp_path, ["--model-control-mode=explicit", "--load-model=tiny"]) as server:
         stream = Stream(server)
         server.get("/v2/repository/models/tiny/unload", method="POST")
@@ -106,7 +106,7 @@ def test_unloading_waits_and_the_model_can_come_back(tiny_engine: Path, tmp_path
 
 
 def test_instances_share_the_requests(tiny_engine: Path, tmp_path: Path, llm: LLM) -> None:
-    export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True, instances=2))
+    export_triton(tiny_engine, tmp_path, "tiny", link=True, instances=2)
     sampling: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     truth = llm.generate(PROMPT, SamplingParams(**sampling))[0].outputs[0].text
     with TritonServer(tmp_path) as server:
@@ -121,8 +121,8 @@ def test_instances_share_the_requests(tiny_engine: Path, tmp_path: Path, llm: LL
 
 def test_the_readmes_environment_recipe_works(tiny_engine: Path, tmp_path: Path) -> None:
     """Under a python3 without our packages the model says what is missing, and EXECUTION_ENV_PATH brings it."""
-    export_triton(ExportRequest(tiny_engine, tmp_path, "bare", link=True))
-    model = export_triton(ExportRequest(tiny_engine, tmp_path, "own-environment", link=True))
+    export_triton(tiny_engine, tmp_path, "bare", link=True)
+    model = export_triton(tiny_engine, tmp_path, "own-environment", link=True)
     recipe = re.search(r"<<'END'\n(.*?)END\n", (model / "README.md").read_text(), re.DOTALL)
     assert recipe is not None
     with (model / "config.pbtxt").open("a") as config:

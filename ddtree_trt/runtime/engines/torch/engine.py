@@ -151,8 +151,6 @@ class TorchEngine:
         try:
             self.synchronize()  # launched rounds may still use the memory that is released here
         finally:
-            if self.rounds is not None:
-                self.rounds.close()
             self.rounds = None
             for name in ("target", "drafter"):
                 vars(self).pop(name, None)
