@@ -298,14 +298,15 @@ class _Answers:
             if not line.endswith(b"\n"):  # of a run that was killed while it wrote this
                 break
             try:
-                row = json.loads(line)
-                if end:
-                    self.places[row["custom_id"]] = end
-                elif row != run:
-                    self._refuse(row, run)
+                row = dict(json.loads(line))
+                custom_id = row["custom_id"] if end else ""
             except (ValueError, KeyError, TypeError) as error:
                 problem = f"{self._part} is damaged at byte {end}"
                 raise UsageError(f"{problem}; cut it off there, or remove the file") from error
+            if end:
+                self.places[custom_id] = end
+            elif row != run:
+                self._refuse(row, run)
             end += len(line)
         self._file.truncate(end)
         if not end:
