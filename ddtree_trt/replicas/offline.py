@@ -185,11 +185,17 @@ async def _spread(
             answered(row)
             count += 1
 
-    workers = {asyncio.ensure_future(work(*engine)) for engine in engines.items() for _ in range(each)}
-    while count < len(todo):  # the worker of the last answer ends with it; another engine may never be there
-        done, workers = await asyncio.wait(workers, return_when=FIRST_COMPLETED)
-        for worker in done:
-            worker.result()
+    workers = [asyncio.ensure_future(work(*engine)) for engine in engines.items() for _ in range(each)]
+    pending = {*workers}
+    try:
+        while count < len(todo):  # the worker of the last answer ends with it; another engine may never be there
+            done, pending = await asyncio.wait(pending, return_when=FIRST_COMPLETED)
+            for worker in done:
+                worker.result()
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
 class _Engine:
