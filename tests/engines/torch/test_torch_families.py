@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import BY_SWITCHES, make_pair
-from dflash_truth import refuse_to_draw
 from drafts import marginals
 from engine_builds import build_torch_engine
 from numerics import random_tree
@@ -38,7 +37,7 @@ def test_an_engine_on_the_kernels(family: str, tmp_path: Path, monkeypatch: pyte
     prompt = rng.integers(0, vocabulary, 30)
     for engine in (plain, kernels):
         engine.prefill(0, prompt, rows="none", taps=True)
-    draft, other = (e.draft([DraftRequest(0, 5, vocabulary, 1, refuse_to_draw)])[0] for e in (plain, kernels))
+    draft, other = (e.draft([DraftRequest(0, 5, vocabulary, 1)])[0] for e in (plain, kernels))
     np.testing.assert_allclose(marginals(other).log_probs[:, 0], marginals(draft).log_probs[:, 0], atol=0.5)
     tree = random_tree(rng, 17, vocabulary)
     expected, found = (np.asarray(e.verify([VerifyRequest(0, tree)])[0].logits) for e in (plain, kernels))

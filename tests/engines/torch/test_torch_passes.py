@@ -42,12 +42,8 @@ def fill(engine: TorchEngine, lengths: tuple[int, ...], seed: int = 0) -> None:
             engine.prefill(slot, tokens[start : start + 256], rows="none", taps=True)
 
 
-def refuse_to_draw(*_: object) -> Any:
-    raise AssertionError("a block drafter draws nothing")
-
-
 def drafted(engine: TorchEngine, slots: tuple[int, ...]) -> dict[int, Any]:
-    requests = [DraftRequest(slot, 7 + slot, 20, 8, refuse_to_draw) for slot in slots]
+    requests = [DraftRequest(slot, 7 + slot, 20, 8) for slot in slots]
     return dict(zip(slots, engine.draft(requests), strict=True))
 
 
@@ -104,7 +100,7 @@ def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> 
     fill(engine, (9, 12))
 
     def draft(*top_ks: int) -> list[Any]:
-        return engine.draft([DraftRequest(s, 5, k, 8, refuse_to_draw) for s, k in enumerate(top_ks)])
+        return engine.draft([DraftRequest(s, 5, k, 8) for s, k in enumerate(top_ks)])
 
     whole, length = draft(VOCAB, 1), engine.manifest.drafting.dims.draft_length
     for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
@@ -210,7 +206,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
     fill(engine, (30,))
     for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
-        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7, lambda *_: pytest.fail("draws nothing"))
+        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7)
         engine.draft([request])
         engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(size), size, VOCAB))])
     assert captured == before
