@@ -56,7 +56,6 @@ def test_inspect(folder_of_work: Path) -> None:
     assert "tiny/target (packaged)" in shown.stdout
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [("inspect", "engines/tiny"), ("--help",)])
 def test_an_output_that_takes_nothing_is_said_in_one_line(folder_of_work: Path, arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:

@@ -216,8 +216,10 @@ def test_the_loss_is_that_of_every_draft_by_itself(llama: Path, answers: Path, k
 def plain_step(model: Eagle3, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """EAGLE-3's layer [H] at the last of rows (feature, embedding), every row seeing all before it; one head a time."""
     w, cfg = {name.removeprefix("midlayer."): value for name, value in model.state_dict().items()}, model.cfg
-    norm = lambda x, name: x / torch.sqrt((x * x).mean() + cfg["rms_norm_eps"]) * w[f"{name}.weight"]  # noqa: E731
     size = cfg["head_dim"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / torch.sqrt((x * x).mean() + cfg["rms_norm_eps"]) * w[f"{name}.weight"]
 
     def turn(x: Tensor, position: int) -> Tensor:
         half = size // 2

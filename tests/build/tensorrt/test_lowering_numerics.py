@@ -13,7 +13,7 @@ from checkpoints import BY_SWITCHES, SCALINGS, make_drafter, make_target
 from drafts import marginals
 from engine_builds import PACKAGED, build_engine
 from kernel_reference import attention, packed_mask
-from lowered import LoweredPair, attention_body, needs_opset_24
+from lowered import LoweredPair, attention_body
 from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
 
@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}
 TREE_BUDGET = 40
-LOWERINGS = (pytest.param(PluginGraph, id="plugin"), pytest.param(NativeGraph, marks=needs_opset_24, id="native"))
+LOWERINGS = (pytest.param(PluginGraph, id="plugin"), pytest.param(NativeGraph, id="native"))
 
 
 class Beside:
