@@ -201,7 +201,6 @@ def test_the_command_answers_every_question(
     tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with trees of more nodes than the engine was built for."""
-    pytest.importorskip("matplotlib")
     before = load_manifest(tiny_engine)
     words = "--limit 2 --max-tokens 24 --budgets 8,300 --depths 2 --temperatures 0,1 --timed-prompts 1"
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]

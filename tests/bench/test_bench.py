@@ -198,7 +198,6 @@ def test_the_text_has_a_table_of_each_set_and_what_belongs_to_it() -> None:
 
 
 def test_a_picture_is_repeatable(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("a", "b"):
         report.draw(RESULT, tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
@@ -210,7 +209,6 @@ def test_a_picture_is_repeatable(tmp_path: Path) -> None:
 
 
 def test_a_run_is_shown_and_kept(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:
-    pytest.importorskip("matplotlib")
     quick = ("--limit", 2, "--max-tokens", 8, "--budgets", "4,auto")
     files = ("--json", tmp_path / "new/r.json", "--plot", tmp_path / "p.png")
     code, out, err = cli("bench", tiny_engine, *quick, *files)

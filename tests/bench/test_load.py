@@ -157,7 +157,6 @@ def test_refused_requests_are_counted() -> None:
 def test_the_command_starts_a_server_of_its_own(
     tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     words = f"--engine {tiny_engine} --concurrency 1,2 --requests 3 --max-tokens 6 --limit 2"
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     monkeypatch.setattr(sys, "argv", ["load", *words.split(), *files])
@@ -233,6 +232,5 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     line = dict(zip(head, first, strict=True))
     assert (line["load"], line["over ar"], line["first token ms"]) == ("1 concurrent", "2.00×", "25 / 37 / 40")
     assert line["answered"] == "4/5" and "| 2.5 requests/s " in shown and "1 × HTTP 429: the queue is full" in shown
-    pytest.importorskip("matplotlib")
     draw(result(), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

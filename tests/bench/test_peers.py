@@ -33,7 +33,6 @@ from workbench.peers.base import PeerContext, TokenClock
 GREEDY = Request(max_tokens=8, temperature=0.0, seed=3, stop_token_ids=(1,))
 ANSWER = [5, 6, 7, 8, 9, 10, 11, 12]
 NOTHING: dict[str, str | None] = {}
-has_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 has_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python (extra [peers]) is not installed"
 )
@@ -49,7 +48,6 @@ def test_a_peer_that_is_none_is_refused(tiny_engine: Path, spec: str) -> None:
         open_peer(spec, context(tiny_engine))
 
 
-@has_torch
 def test_transformers_gives_the_engines_tokens(
     tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +64,6 @@ def test_transformers_gives_the_engines_tokens(
     assert "| hf:generate " in capsys.readouterr().out
 
 
-@has_torch
 def test_assisted_generation_runs_with_an_assistant(tiny_engine: Path) -> None:
     target, _ = context(tiny_engine).checkpoints()
     peer = open_peer("hf", context(tiny_engine, assistant=str(target)))
@@ -244,7 +241,6 @@ def url() -> Iterator[str]:
 
 
 def test_a_server_is_asked_for_token_ids_and_counts_by_its_usage(tiny_engine: Path, url: str) -> None:
-    pytest.importorskip("openai")
     peer = open_peer(f"openai={url}", context(tiny_engine))
     (method,) = peer.methods
     assert method == url.removeprefix("http://")
@@ -260,7 +256,6 @@ def test_a_server_is_asked_for_token_ids_and_counts_by_its_usage(tiny_engine: Pa
 
 
 def test_a_server_that_is_not_there_is_named(tiny_engine: Path) -> None:
-    pytest.importorskip("openai")
     with pytest.raises(UsageError, match="takes a URL"):
         open_peer("openai=localhost:8000", context(tiny_engine))
     with pytest.raises(DDTreeError, match="is the server up"):

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,12 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.inspection import inspect_engine
-from ddtree_trt.runtime.engines.base import DraftRequest, Draw, DrawnFrom
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.terminal import printing as terminal
 
+Case = Callable[["Whole", Path, random.Random], bool]
 FAST, SLOW = 2, 50  # seeds, of 40 cases of builds and 40 of manifests each
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 FILES = (
@@ -81,8 +83,7 @@ def says(directory: Path) -> list[list[int]]:
         prompt = PROMPT[: min(limits.prefill_chunk, limits.max_seq_len - 1)]
         verdict = engine.prefill(slot, prompt, rows="all", taps=True)
         choices = verdict.choices.tolist()
-        draw: Draw = lambda p, ids, position: DrawnFrom(int(ids[0]), ids, p.astype(np.float64))  # noqa: E731
-        ask = DraftRequest(slot, bonus_token=7, top_k=2, length=3, draw=draw)
+        ask = DraftRequest(slot, 7, 2, 3, lambda p, ids, _: DrawnFrom(int(ids[0]), ids, p.astype(np.float64)))
         return [choices, marginals(engine.draft([ask])[0]).token_ids[:, 0].tolist()]
     finally:
         engine.close()
@@ -143,13 +144,13 @@ def one_manifest(whole: Whole, folder: Path, rng: random.Random) -> bool:
     return True
 
 
-def run_cases(case: object, whole: Whole, folder: Path, seed: int, count: int) -> int:
+def run_cases(case: Case, whole: Whole, folder: Path, seed: int, count: int) -> int:
     """How many of the cases of a seed were accepted."""
     accepted = 0
     for i in range(count):
         rng, place = random.Random(f"{seed}.{i}"), folder / "case"
         try:
-            accepted += case(whole, place, rng)  # type: ignore[operator]
+            accepted += case(whole, place, rng)
         except BaseException as error:
             raise AssertionError(f"case {seed}.{i} of {case}") from error
         shutil.rmtree(place, ignore_errors=True)

@@ -30,6 +30,14 @@ def test_tokenizer_beside_the_checkpoint(tmp_path: Path) -> None:
     assert find_tokenizer(target) == target
 
 
+def test_a_tokenizer_as_large_as_published_ones(tmp_path: Path) -> None:
+    """Qwen3's has 11 MB, more than a configuration may have."""
+    make_tokenizer(tmp_path, 96)
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write(" " * (12 << 20))
+    assert len(open_tokenizer(find_tokenizer(tmp_path), tmp_path, 96)) == 96
+
+
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(CheckpointError, match=message) as caught:
@@ -45,9 +53,17 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         make_tokenizer(tmp_path, 96)
         edit_json(tmp_path / "tokenizer.json", **changes)
         refused("no usable tokenizer")
-    for text in ("[]", "{", '{"added_tokens": ' + "[" * 99_999, '{"x": Infinity}'):
+    for text, message in (
+        ("[]", r"tokenizer.json: it is not a JSON object but \[\]"),
+        ("{", "tokenizer.json: it is not valid JSON: EOF while parsing an object at line 1 column 1"),
+        (
+            '{"added_tokens": ' + "[" * 99_999,
+            "tokenizer.json: it is not valid JSON: recursion limit exceeded at line 1",
+        ),
+        ('{"x": Infinity}', "tokenizer.json: it is not valid JSON: expected value at line 1 column 7"),
+    ):
         (tmp_path / "tokenizer.json").write_text(text)
-        refused("no usable tokenizer|is not valid JSON|nested too deeply|not a finite number|Infinity")
+        refused(f"{message}.*; fetch the tokenizer again, that of the target")
     make_tokenizer(tmp_path, 96)
     (tmp_path / "tokenizer_config.json").unlink()
     refused("has no tokenizer_config.json")

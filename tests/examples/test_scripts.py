@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from serving import ProcessServer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -34,6 +33,5 @@ def test_stream(tiny_engine: Path) -> None:
 
 
 def test_client(tiny_engine: Path) -> None:
-    pytest.importorskip("uvicorn")
     with ProcessServer(tiny_engine) as server:
         assert run("client.py", server.url).endswith("Answer: 192\n")

@@ -30,7 +30,6 @@ def server(tiny_engine: Path) -> Iterator[Callable[[], ProcessServer]]:
 
         def get() -> ProcessServer:
             if not started:
-                pytest.importorskip("uvicorn")
                 started.append(stack.enter_context(ProcessServer(tiny_engine, "--playground")))
             return started[0]
 

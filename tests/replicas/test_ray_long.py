@@ -16,11 +16,8 @@ import httpx
 import pytest
 from offline_requests import ROWS, by_generate, requests_file, texts
 from pacing import WAIT_S, wait_for
-from serving import LONG
-
-pytest.importorskip("ray", reason="the extra [ray] is not installed")
-
 from ray_replicas import Replicas, private_cluster, processes
+from serving import LONG
 
 from ddtree_trt.replicas.offline import map_prompts
 from ddtree_trt.replicas.options import ReplicaOptions

@@ -15,13 +15,10 @@ import pytest
 from pacing import WAIT_S, wait_for
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from ray_replicas import Replicas, private_cluster
 from serving import LONG
 
 from ddtree_trt import LLM, SamplingParams
-
-ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
-
-from ray_replicas import Replicas, private_cluster  # noqa: E402
 
 STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
 LONG_TEXT = 400

@@ -12,17 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from command_line import Cli, in_this_process
+from ray import serve
 
-ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
-
-from ray import serve  # noqa: E402
-
-from ddtree_trt.errors import UsageError, install_with  # noqa: E402
-from ddtree_trt.replicas import cluster, deployment, process  # noqa: E402
-from ddtree_trt.replicas.cluster import connected  # noqa: E402
-from ddtree_trt.replicas.options import ReplicaOptions  # noqa: E402
-from ddtree_trt.serve.options import ServeOptions  # noqa: E402
+from ddtree_trt.errors import UsageError, install_with
+from ddtree_trt.replicas import cluster, deployment, process
+from ddtree_trt.replicas.cluster import connected
+from ddtree_trt.replicas.options import ReplicaOptions
+from ddtree_trt.serve.options import ServeOptions
 
 ADVICE = "; end what else keeps this machine busy and try again, else see /somewhere/ray/session_latest/logs\n"
 

@@ -241,7 +241,6 @@ def test_it_is_started_early_only_where_there_is_a_template(
     assert len(started) == 2 * has_chat_template(engine)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process_has_its_own() -> None:
     assert chat_template.render("a", MESSAGES, {}) == "a"

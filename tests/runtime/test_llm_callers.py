@@ -209,8 +209,12 @@ def test_a_forked_process_is_told_to_load_its_own(llm: LLM, tiny_engine: Path) -
 def test_a_forked_process_cannot_wait_for_the_parents_worker(tiny_engine: Path) -> None:
     llm = AsyncLLM(tiny_engine)
     try:
-        for call in (lambda: complete(llm, PROMPT), llm.drain, lambda: llm.abort("x")):
-            said = in_a_fork(lambda call=call: asyncio.run(call()))  # type: ignore[misc]
+        for call in (
+            lambda: asyncio.run(complete(llm, PROMPT)),
+            lambda: asyncio.run(llm.drain()),
+            lambda: asyncio.run(llm.abort("x")),
+        ):
+            said = in_a_fork(call)
             assert said.startswith(f"UsageError: this AsyncLLM was loaded by process {os.getpid()}")
         assert in_a_fork(llm.shutdown) == "no error"
         assert asyncio.run(complete(llm, PROMPT, SHORT)).finished

@@ -8,17 +8,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from axe_core_python import selenium as axe
 from playground_page import Page, open_browser
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import required_examples
 from ddtree_trt.runtime.stats import STAGES
-
-axe: Any = pytest.importorskip("axe_core_python.selenium", reason="it judges accessibility")
-
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
 # Whether the end of what scrolls is in view.

@@ -216,8 +216,10 @@ def test_the_loss_is_that_of_every_draft_by_itself(llama: Path, answers: Path, k
 def plain_step(model: Eagle3, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """EAGLE-3's layer [H] at the last of rows (feature, embedding), every row seeing all before it; one head a time."""
     w, cfg = {name.removeprefix("midlayer."): value for name, value in model.state_dict().items()}, model.cfg
-    norm = lambda x, name: x / torch.sqrt((x * x).mean() + cfg["rms_norm_eps"]) * w[f"{name}.weight"]  # noqa: E731
     size = cfg["head_dim"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / torch.sqrt((x * x).mean() + cfg["rms_norm_eps"]) * w[f"{name}.weight"]
 
     def turn(x: Tensor, position: int) -> Tensor:
         half = size // 2
@@ -375,10 +377,7 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
     tokens, bonus, top = [5, 9, 40, 3, 77, 21], 13, 20
     engine.prefill(0, np.array(tokens, np.int64), rows="none", taps=True)
 
-    def refuse_to_draw(*_: object) -> Any:
-        raise AssertionError("a block drafter draws nothing")
-
-    (draft,) = engine.draft([DraftRequest(0, bonus, top, 1, refuse_to_draw)])
+    (draft,) = engine.draft([DraftRequest(0, bonus, top, 1)])
     answer = Answer([*tokens, bonus, 0], len(tokens), 0.0)
     values, indices = drafts(load_drafter(tmp_path / "best"), exact, answer, top, read_shortlist(tmp_path / "best"))
     assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")

@@ -17,7 +17,7 @@ from ddtree_trt.runtime.engines.base import Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.attention import load_operators
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
-from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.pointwise import Pointwise, rotary_tables
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, read_weights
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.tree import TokenTree
@@ -86,14 +86,14 @@ def check_pointwise(device: torch.device) -> dict[str, float]:
         qkv, norm = normal(2, 33, (heads + 2 * dims.num_kv_heads) * dims.head_dim), normal(dims.head_dim)
         gate_up = normal(2, 33, 2 * dims.intermediate_size)
         positions = torch.arange(66, dtype=torch.int32, device=device).view(2, 33) * 15
-        total, normed = KernelMath().add_norm(x, update, weight, eps)
-        exact = [x.double() + update.double(), PlainMath().add_norm(total.double(), None, weight.double(), eps)[1]]
+        total, normed = Pointwise(kernels=True).add_norm(x, update, weight, eps)
+        exact = [x.double() + update.double(), Pointwise().add_norm(total.double(), None, weight.double(), eps)[1]]
         found = [total, normed]
-        found += KernelMath().split_qkv(qkv, norm, norm, tables, positions, eps, heads)
+        found += Pointwise(kernels=True).split_qkv(qkv, norm, norm, tables, positions, eps, heads)
         wide, wide_norm = qkv.double(), norm.double()
-        exact += PlainMath().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, heads)
-        found.append(KernelMath().swiglu(gate_up))
-        exact.append(PlainMath().swiglu(gate_up.double()))
+        exact += Pointwise().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, heads)
+        found.append(Pointwise(kernels=True).swiglu(gate_up))
+        exact.append(Pointwise().swiglu(gate_up.double()))
         for name, a, b in zip(("sum", "norm", "q", "k", "v", "swiglu"), found, exact, strict=True):
             # Against the value, and where two terms cancel against the size of the terms.
             error = float(((a.double() - b).abs() / (half_step * b.abs() + 1e-3 * half_step + 1e-5)).max())

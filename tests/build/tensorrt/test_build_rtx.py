@@ -217,8 +217,8 @@ def test_it_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("version", ["1.6.1.120", "2.0.0.1"])
 def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = type(sys)("tensorrt_rtx")
-    product.__version__ = version  # type: ignore[attr-defined]
+    product: Any = type(sys)("tensorrt_rtx")
+    product.__version__ = version
     monkeypatch.setattr(rtx, "import_tensorrt", lambda **_: product)
     with pytest.raises(MissingDependency, match=rf"RTX {version} is installed, the build needs 1.7 or newer below 2"):
         _ = rtx.RtxBuild(BuilderOptions()).module

@@ -107,7 +107,7 @@ def test_a_builder_that_does_not_start(machine: Machine, tmp_path: Path) -> None
         logger.log(machine.module.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
-    machine.module.Builder = broken  # type: ignore[attr-defined]
+    machine.module.Builder = broken
     refused(tmp_path, BuildError, "builder does not start: CUDA initialization failure with error: 35")
 
 
@@ -139,7 +139,7 @@ def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("version", ["10.13.3.9", "11.0.0.1", "8.6.1", "12.0.0.1"])
 def test_another_tensorrt(machine: Machine, tmp_path: Path, version: str) -> None:
-    machine.module.__version__ = version  # type: ignore[attr-defined]
+    machine.module.__version__ = version
     refused(tmp_path, MissingDependency, f"TensorRT {version} is installed", "needs 11.1 or newer below 12")
 
 
@@ -155,12 +155,12 @@ def test_the_extra_installs_what_the_build_takes(extra: str) -> None:
 
 
 def test_no_driver(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.cudaGetDeviceCount = lambda: (NO_DRIVER, None)  # type: ignore[attr-defined]
+    machine.cuda.cudaGetDeviceCount = lambda: (NO_DRIVER, None)
     refused(tmp_path, BuildError, "cudaGetDeviceCount failed with cudaErrorInsufficientDriver", "driver")
 
 
 def test_no_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.cudaGetDeviceCount = lambda: (SUCCESS, 0)  # type: ignore[attr-defined]
+    machine.cuda.cudaGetDeviceCount = lambda: (SUCCESS, 0)
     refused(tmp_path, BuildError, "CUDA sees none", "build on the machine with the GPU")
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_reference import compact
-from lowered import Session, needs_opset_24
+from lowered import Session
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
@@ -28,7 +28,7 @@ LIMITS = Limits(max_seq_len=24, max_batch=3, max_tree_budget=15, prefill_chunk=8
 SHAPE = CacheShape.of(TARGET, LIMITS, 4)
 WINDOW = window_rows(DRAFTER)
 LAST = LIMITS.cache_rows - 1
-ATTENTIONS: list[Any] = [pytest.param("native", marks=needs_opset_24), "plugin"]
+ATTENTIONS = ["native", "plugin"]
 
 
 class Compaction:

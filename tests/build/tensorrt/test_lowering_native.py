@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from lowered import needs_opset_24
 from numpy.typing import NDArray
 from onnx import ModelProto
 
@@ -22,7 +21,6 @@ from ddtree_trt.build.graph.ops import Attention
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import TransformerDims
 
-pytestmark = needs_opset_24
 LIMITS = Limits(max_seq_len=128, max_batch=3, max_tree_budget=40, prefill_chunk=48)
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 256}
 

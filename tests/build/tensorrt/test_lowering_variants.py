@@ -11,7 +11,7 @@ import pytest
 from checkpoints import make_target, make_variant, reading_variant
 from dflash_truth import DFlash
 from engine_files import make_manifest
-from lowered import LoweredPair, needs_opset_24
+from lowered import LoweredPair
 from numerics import Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact import tensors as names
@@ -53,10 +53,7 @@ NATIVE: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *(pytest.param(PluginGraph, fields, id=f"plugin-{name}") for name, fields in BOTH.items()),
-    *(
-        pytest.param(NativeGraph, fields, id=f"native-{name}", marks=needs_opset_24)
-        for name, fields in {**BOTH, **NATIVE}.items()
-    ),
+    *(pytest.param(NativeGraph, fields, id=f"native-{name}") for name, fields in {**BOTH, **NATIVE}.items()),
 ]
 
 

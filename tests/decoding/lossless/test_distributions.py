@@ -419,8 +419,7 @@ def test_engines_that_are_asked_anew_draw_from_the_targets_distribution(
 ) -> None:
     with LLM(built(kind, "onnxruntime", "fp32"), threads=1) as llm:
         draft, vocab = llm.engine.draft, llm.engine.manifest.target_dims.vocab_size
-        changed = lambda requests: [with_lies(each, lies, vocab) for each in draft(requests)]  # noqa: E731
-        monkeypatch.setattr(llm.engine, "draft", changed)
+        monkeypatch.setattr(llm.engine, "draft", lambda asked: [with_lies(d, lies, vocab) for d in draft(asked)])
         found = engine_p_value(llm, prompts, "none", 4000, anew=True, method=method, tree_budget=budget)
         assert found > FALSE_ALARM
 

@@ -76,8 +76,6 @@ class Slot:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
     """Of two slots in turn: a prompt in several passes, then rounds of uneven length and one without a draft."""
-    if backend == "torch":
-        pytest.importorskip("torch")
     tied = shape != "head-of-the-target"
     target = make_target(tmp_path / "target", num_layers=LAYERS, tied=tied)
     drafter = make_eagle(tmp_path / "drafter", **SHAPES[shape])

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import OPTION, Attention, KernelAttention, Scratch, find_flash
+from ddtree_trt.runtime.engines.torch.attention import OPTION, Attention, Scratch, find_flash
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_flash_attention_takes_passes_without_a_tree(
     expected = Attention()(q, k, v, cache_k, cache_v, place, mode, 0.25)
     flash = find_flash(CPU, torch.float32, 16)
     assert flash is flash_attn_with_kvcache
-    found = KernelAttention(Scratch(0, CPU), flash)(*tensors, place, mode, 0.25)
+    found = Attention(Scratch(0, CPU), flash)(*tensors, place, mode, 0.25)
     torch.testing.assert_close(found, expected)
     for tensor, copy in zip(tensors[3:], (cache_k, cache_v), strict=True):
         assert torch.equal(tensor, copy)
@@ -122,7 +122,7 @@ def test_a_wheel_that_does_not_work_ends_nothing(
     monkeypatch.setattr(torch_attention, "find_flash", lambda device, *kind: find_flash(CPU, torch.float32, 16))
     with caplog.at_level(logging.WARNING):
         attention = torch_attention.attention_for(cuda, torch.bfloat16, 64, Scratch(0, CPU))
-    assert isinstance(attention, KernelAttention) and attention._flash is None
+    assert attention.kernels and attention.flash is None
     (record,) = caplog.records
     assert "flash-attn is installed and does not work here" in record.message and "\n" not in record.message
     monkeypatch.setenv(OPTION, "on")

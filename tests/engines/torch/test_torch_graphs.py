@@ -11,20 +11,18 @@ import torch
 
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 
-CPU = torch.device("cpu")
+BEGIN = ("begin", "pool", "side")
 
 
 class FakeCuda:
     """`torch.cuda` as far as captures go: a current stream, graphs that know whether they are being recorded, and
     failures on demand."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
-        self.stream, self.side = "main", 0
+        self.stream = "main"
         self.recording: Any = None
         self.end_fails = False
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
         cuda = self
 
         class Graph:
@@ -53,23 +51,19 @@ class FakeCuda:
             finally:
                 self.stream = before
 
+        def made(name: str) -> Any:
+            def make() -> str:
+                self.log.append(name)
+                return name
+
+            return make
+
         def forbidden(*_: object, **__: object) -> None:
             pytest.fail("a capture needs no wait and no emptied cache")
 
-        patch.setattr(torch.cuda, "graph_pool_handle", self._pool)
-        patch.setattr(torch.cuda, "CUDAGraph", Graph)
-        patch.setattr(torch.cuda, "Stream", self._new_stream)
-        patch.setattr(torch.cuda, "stream", stream)
-        for name in ("graph", "synchronize", "empty_cache"):
-            patch.setattr(torch.cuda, name, forbidden)
-
-    def _pool(self) -> str:
-        self.log.append("pool")
-        return "pool"
-
-    def _new_stream(self) -> str:
-        self.side += 1
-        return f"side {self.side}"
+        fakes = {"graph_pool_handle": made("pool"), "Stream": made("side"), "CUDAGraph": Graph, "stream": stream}
+        for name, fake in {**fakes, **dict.fromkeys(("graph", "synchronize", "empty_cache"), forbidden)}.items():
+            patch.setattr(torch.cuda, name, fake)
 
     def work(self, name: str) -> Any:
         return lambda: self.log.append((name, self.stream))
@@ -77,56 +71,34 @@ class FakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    return fake
+    return FakeCuda(monkeypatch)
 
 
 def test_a_stage_is_captured_at_its_first_use_and_replayed_after(cuda: FakeCuda) -> None:
-    """Work runs once, is captured once, and from then on its graph runs."""
+    """Work runs once, is captured once, and from then on its graph runs. All share one pool and one stream."""
     graphs = Graphs(torch.device("cuda"))
-    assert not graphs.replay("a")
     for key in ("a", "a", "b", "a"):
         graphs.run(key, cuda.work(key))
-    begin = ("begin", "pool", "side 1")
     assert cuda.log == [
-        "pool",
-        *[("a", "main"), begin, ("a", "side 1"), "end", "replay"],
-        *[("b", "main"), begin, ("b", "side 1"), "end", "replay"],
+        *[("a", "main"), "pool", "side", BEGIN, ("a", "side"), "end", "replay"],
+        *[("b", "main"), BEGIN, ("b", "side"), "end", "replay"],
     ]
-    assert len(graphs) == 2 and graphs.replay("b") and cuda.log[-1] == "replay"
-    graphs.clear()
-    assert not len(graphs)
 
 
-def test_stages_of_one_engine_share_memory_and_stream(cuda: FakeCuda) -> None:
-    first = Graphs(torch.device("cuda"))
-    second = first.sharing()
-    first.run("key", cuda.work("a"))
-    second.run("key", cuda.work("b"))
-    assert (len(first), len(second)) == (1, 1)
-    assert [entry for entry in cuda.log if entry == "pool" or entry[0] == "begin"] == [
-        "pool",
-        *[("begin", "pool", "side 1")] * 2,
-    ]
-    first.clear()
-    assert len(second) == 1 and second.replay("key")
-
-
-@pytest.mark.parametrize("end_fails", [False, True])
-def test_work_that_fails_while_it_is_captured_leaves_the_stream_as_it_was(cuda: FakeCuda, end_fails: bool) -> None:
+@pytest.mark.parametrize(("work_fails", "end_fails"), [(True, False), (True, True), (False, True)])
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(cuda: FakeCuda, work_fails: bool, end_fails: bool) -> None:
+    """The work's own error is told, and the other graphs go on."""
     graphs = Graphs(torch.device("cuda"))
     graphs.run("good", cuda.work("good"))
-    cuda.end_fails = end_fails
 
     def work() -> None:
-        if cuda.recording is not None:
-            raise ValueError("not while a graph is recorded")
+        if work_fails and cuda.recording is not None:
+            raise RuntimeError("not while a graph is recorded")
 
-    with pytest.raises(ValueError, match="not while a graph is recorded"):
+    cuda.end_fails = end_fails
+    with pytest.raises(RuntimeError, match="not while a graph" if work_fails else "previous error during capture"):
         graphs.run("bad", work)
-    assert cuda.stream == "main" and cuda.recording is None
-    assert len(graphs) == 1 and not graphs.replay("bad")
+    assert cuda.stream == "main" and cuda.recording is None and len(graphs) == 1
     cuda.end_fails = False
     graphs.run("good", cuda.work("good"))
     assert cuda.log[-1] == "replay"
@@ -134,17 +106,10 @@ def test_work_that_fails_while_it_is_captured_leaves_the_stream_as_it_was(cuda: 
     assert len(graphs) == 2
 
 
-def test_a_capture_that_cannot_be_ended_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:
-    graphs = Graphs(torch.device("cuda"))
-    cuda.end_fails = True
-    with pytest.raises(RuntimeError, match="previous error during capture"):
-        graphs.run("bad", cuda.work("bad"))
-    assert cuda.stream == "main" and cuda.recording is None and not len(graphs)
-
-
-def test_nothing_is_captured_on_a_cpu() -> None:
+@pytest.mark.parametrize(("device", "capture"), [("cpu", True), ("cuda", False)])
+def test_nothing_is_captured_on_a_cpu_or_with_other_ranks(device: str, capture: bool) -> None:
     calls: list[int] = []
-    graphs = Graphs(CPU)
+    graphs = Graphs(torch.device(device), capture=capture)
     for _ in range(3):
         graphs.run("key", lambda: calls.append(1))
     assert len(calls) == 3 and not len(graphs)

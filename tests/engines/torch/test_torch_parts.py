@@ -23,7 +23,7 @@ from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
-from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.pointwise import Pointwise, rotary_tables
 from ddtree_trt.runtime.engines.torch.target import SlotClaims
 from workbench.random_pair import find_shape, random_torch_engine
 
@@ -58,8 +58,8 @@ def test_the_kernels_norm(operators: None, precision: str, width: int) -> None:
     dtype, half_step = HALVES[precision]
     x, update, weight = (torch.randn(shape).to(dtype) for shape in ((2, 3, width), (2, 3, width), (width,)))
     for added in (update, None):
-        total, normed = KernelMath().add_norm(x, added, weight, 1e-6)
-        expected, _ = PlainMath().add_norm(x, added, weight, 1e-6)
+        total, normed = Pointwise(kernels=True).add_norm(x, added, weight, 1e-6)
+        expected, _ = Pointwise().add_norm(x, added, weight, 1e-6)
         assert torch.equal(total, expected)
         exact = total.double() * (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
         assert_rounded_once(normed, exact, half_step)
@@ -75,15 +75,31 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
     qkv = torch.randn(2, 3, (q_heads + 2 * kv_heads) * size).to(dtype)
     q_norm, k_norm = (torch.rand(size).to(dtype) + 0.5 for _ in range(2))
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
-    found = KernelMath().split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, q_heads)
+    found = Pointwise(kernels=True).split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, q_heads)
     wide, wide_tables = (qkv.double(), q_norm.double(), k_norm.double()), tables.double()
-    exact = PlainMath().split_qkv(*wide, wide_tables, positions, 1e-6, q_heads)
+    exact = Pointwise().split_qkv(*wide, wide_tables, positions, 1e-6, q_heads)
     for part, (x, expected) in enumerate(zip(found, exact, strict=True)):
         assert x.is_contiguous() and x.shape == expected.shape
         if part == 2:
             assert torch.equal(x.double(), expected)
         else:  # turning adds two products, whose sum may be far smaller than they are
             torch.testing.assert_close(x.double(), expected, rtol=1.02 * half_step, atol=2e-4)
+
+
+def test_heads_without_norms_are_split_as_they_are(operators: None) -> None:
+    """To the bit: nothing is summed. Values pass unchanged, queries and keys are rotated."""
+    tables = rotary_tables(TransformerDims(8, 8, 1, 4, 2, 64, 8, 1e-6, 1e4, 64), 50, CPU)
+    qkv = torch.randn(2, 3, (4 + 2 * 2) * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
+    found, expected = (
+        m.split_qkv(qkv, None, None, tables, positions, 1e-6, 4) for m in (Pointwise(kernels=True), Pointwise())
+    )
+    heads = qkv.unflatten(-1, (8, 64))
+    for x, y, shape in zip(found, expected, ((2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64)), strict=True):
+        assert torch.equal(x, y) and x.is_contiguous() and x.shape == shape
+    assert torch.equal(found[0][0, 0], heads[0, 0, :4])  # position 0 rotates nothing
+    assert not torch.equal(found[0][0, 1], heads[0, 1, :4])
+    assert torch.equal(found[2], heads[:, :, 6:])
 
 
 @pytest.mark.parametrize("precision", HALVES)
@@ -93,7 +109,7 @@ def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None
     gate_up = (4 * torch.randn(2, 3, 2 * inner)).to(dtype)
     gate_up[0, 0, :2] = torch.tensor([-60.0, 60.0]).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    assert_rounded_once(KernelMath().swiglu(gate_up), F.silu(gate) * up, half_step)
+    assert_rounded_once(Pointwise(kernels=True).swiglu(gate_up), F.silu(gate) * up, half_step)
 
 
 def test_the_kernels_refuse_what_they_do_not_have(operators: None) -> None:
@@ -183,5 +199,5 @@ def test_random_weights_make_an_engine() -> None:
     verdict = engine.prefill(0, np.arange(1, 40), rows="all", taps=True)
     assert 2 < np.asarray(verdict.logits).std() < 50
     assert len(set(verdict.choices.tolist())) > 20
-    (draft,) = engine.draft([DraftRequest(0, 3, 4, 3, lambda *_: pytest.fail("a block drafter draws nothing"))])
+    (draft,) = engine.draft([DraftRequest(0, 3, 4, 3)])
     assert np.isfinite(marginals(draft).log_probs).all()

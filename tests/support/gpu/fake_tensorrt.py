@@ -61,16 +61,16 @@ class FakeTensorRt:
         self.creators: list[Stand] = []  # in the registry
         self.substitutes = 0  # attention nodes that become something else
         self.timing_cache: Literal["taken", "of another GPU", "damaged"] = "taken"
-        self.module = ModuleType("tensorrt")
-        self.module.__getattr__ = lambda name: getattr(self.real, name)  # type: ignore[method-assign]
-        for name, value in {
+        self.module: Any = ModuleType("tensorrt")
+        stand_in = {
+            "__getattr__": lambda name: getattr(self.real, name),
             "__version__": version,
             "Builder": self._builder,
             "OnnxParser": self._parser,
             "Runtime": self._runtime,
             "get_plugin_registry": self._registry,
-        }.items():
-            setattr(self.module, name, value)
+        }
+        vars(self.module).update(stand_in)
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         """Arguments of every call of that name."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-import pytest
 from kernel_reference import compact, packed_mask
 from numpy.typing import NDArray
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
@@ -29,11 +28,6 @@ from ddtree_trt.drafters import kind as kinds
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.tree import TokenTree, token_chain
-
-needs_opset_24 = pytest.mark.skipif(
-    tuple(int(part) for part in ort.__version__.split(".")[:2]) < (1, 30),
-    reason="the native lowering is run by ONNX Runtime 1.30 or newer",
-)
 
 # Operators of docs/operators.md in onnx/onnx-tensorrt that its table says TensorRT 11.0 supports, of those a
 # transformer might use (commit 2f3fa349247d9ff52d7662cb995c82278df31a86). Attention, RMSNormalization, RotaryEmbedding

@@ -30,12 +30,13 @@ class RecordedTensorRt:
     """The real module under TensorRT's name. `networks`, `configs` and `profiles` are what its builders made."""
 
     def __init__(self, version: str = VERSION) -> None:
-        real, recorded = real_tensorrt(), self
+        real: Any = real_tensorrt()
+        recorded = self
         self.networks: list[Any] = []
         self.configs: list[Any] = []
         self.profiles: list[Any] = []
 
-        class Builder(real.Builder):  # type: ignore[misc,name-defined]
+        class Builder(real.Builder):  # type: ignore[misc]
             def create_network(self, flags: int) -> Any:
                 recorded.networks.append(super().create_network(flags))
                 return recorded.networks[-1]
@@ -49,10 +50,9 @@ class RecordedTensorRt:
                 return recorded.profiles[-1]
 
         self.real = real
-        self.module = ModuleType("tensorrt")
-        self.module.__getattr__ = lambda name: getattr(real, name)  # type: ignore[method-assign]
-        self.module.__version__ = version  # type: ignore[attr-defined]
-        self.module.Builder = Builder  # type: ignore[attr-defined]
+        self.module: Any = ModuleType("tensorrt")
+        stand_in = {"__getattr__": lambda name: getattr(real, name), "__version__": version, "Builder": Builder}
+        vars(self.module).update(stand_in)
 
     def shapes(self, network: int, profile: int) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Input → (smallest, tuned for, largest) in a profile, by its number among all of the build."""
@@ -75,7 +75,7 @@ class Machine:
         self.plugins = folder / library.PLUGINS
         if plugins:
             self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
-        self.cuda = ModuleType("cuda.bindings.runtime")
+        self.cuda: Any = ModuleType("cuda.bindings.runtime")
         device = SimpleNamespace(name=b"NVIDIA H100 80GB HBM3\0\0", major=9, minor=0)
         self.device = device
         for name, value in {

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from pacing import WAIT_S
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-webdriver: Any = pytest.importorskip("selenium.webdriver", reason="the browser's driver is the package selenium")
-if CHROMIUM is None or DRIVER is None:
+CHROMIUM, DRIVER = shutil.which("chromium") or "", shutil.which("chromedriver") or ""
+if not (CHROMIUM and DRIVER):
     pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
-
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 ARGUMENTS = (
     "--headless",

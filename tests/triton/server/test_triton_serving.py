@@ -166,10 +166,13 @@ def test_sixteen_streams_while_metrics_are_scraped(
         assert scraper.result() > 0
     assert texts == [truth[prompt] for prompt in jobs]
     assert idle(server, model)
-    grown = lambda: metric(server, "vllm:generation_tokens_total", model) - before  # noqa: E731
-    assert eventually(lambda: grown() == 16 * sampling["max_tokens"])
+
+    def reaches(name: str, value: float) -> bool:
+        return eventually(lambda: metric(server, name, model) == value)
+
+    assert reaches("vllm:generation_tokens_total", before + 16 * sampling["max_tokens"])
     for name, count in counts.items():  # histograms of the server itself
-        assert eventually(lambda name=name, count=count: metric(server, name, model) == count + 16)  # type: ignore[misc]
+        assert reaches(name, count + 16)
         bounds = [k for k in server.metrics() if k.startswith(name.replace("_count", "_bucket{")) and f'"{model}"' in k]
         assert len(bounds) > 30
 

@@ -1,9 +1,8 @@
 """Attention of T new rows over a slotted cache and themselves.
 
-- `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`flash.py`), it computes the
-  passes that have no tree.
-- `Attention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and is the reference of the
-  kernels; on a GPU it serves precisions and head sizes that have no kernel.
+Our CUDA kernels compute it, through `torch.ops.ddtree`, and where flash-attn works, that the passes which have no tree.
+PyTorch's scaled_dot_product_attention under a mask runs everywhere and is the reference of the kernels; on a GPU it
+serves precisions and head sizes that have no kernel.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scrat
     """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS:
         load_operators()
-        return KernelAttention(scratch, find_flash(device, dtype, head_dim))
+        return Attention(scratch, find_flash(device, dtype, head_dim))
     return Attention()
 
 
@@ -163,10 +162,15 @@ def load_operators() -> None:
 
 
 class Attention:
-    """PyTorch's attention under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need
-    a wait, over the whole slot."""
+    """Attention over a slotted cache: by our kernels, or `flash` for passes without a tree, and where there are none in
+    PyTorch under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need a wait, over
+    the whole slot."""
 
-    kernels = False  # whether `torch.ops.ddtree` works on its device
+    def __init__(self, scratch: Scratch | None = None, flash: Flash | None = None) -> None:
+        """With `scratch` passes run on our kernels: `torch.ops.ddtree` must be loaded."""
+        self.kernels = scratch is not None
+        self.flash = flash
+        self._scratch = None if scratch is None else scratch.memory
 
     def __call__(
         self,
@@ -183,84 +187,42 @@ class Attention:
         """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
         [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
         away."""
-        slots, tokens = place.slots.long(), q.shape[1]
-        column = torch.arange(tokens, device=q.device)
-        rows = place.past.long()[:, None] + column  # [N, T]
-        cache_k[slots[:, None], :, rows] = k
-        cache_v[slots[:, None], :, rows] = v
-        width = cache_k.shape[2] if q.is_cuda else int(place.past.max()) + tokens
-        seen = _visible(place, mode, tokens, width, window)[:, None]
-        if len(slots) == 1 and not q.is_cuda:
-            slot = int(slots[0])
-            keys, values = cache_k[slot : slot + 1, :, :width], cache_v[slot : slot + 1, :, :width]
-        else:
-            keys, values = cache_k[slots, :, :width], cache_v[slots, :, :width]
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous()
-
-
-class KernelAttention(Attention):
-    """Our kernels, and `flash` for passes without a tree if it is given."""
-
-    kernels = True
-
-    def __init__(self, scratch: Scratch, flash: Flash | None = None) -> None:
-        """`torch.ops.ddtree` must be loaded."""
-        self._scratch = scratch.memory
-        self._flash = flash
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        place: Place,
-        mode: MaskMode,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        if window:  # the kernels have none, and flash-attn's has no bound on the rows behind
-            return super().__call__(q, k, v, cache_k, cache_v, place, mode, scale, window)
-        if mode is not MaskMode.TREE and self._flash is not None:
-            return self._flash(
-                q,
-                cache_k.transpose(1, 2),
-                cache_v.transpose(1, 2),
-                k,
-                v,
-                cache_seqlens=place.past,
-                cache_batch_idx=place.slots,
-                softmax_scale=scale,
-                causal=mode is MaskMode.CAUSAL,
+        past, tokens, tree = place.past, q.shape[1], mode is MaskMode.TREE
+        if self._scratch is None or window:  # the kernels have no window, and flash-attn's no bound on the rows behind
+            slots = place.slots.long()
+            rows = past.long()[:, None] + torch.arange(tokens, device=q.device)  # [N, T]
+            cache_k[slots[:, None], :, rows] = k
+            cache_v[slots[:, None], :, rows] = v
+            width = cache_k.shape[2] if q.is_cuda else int(past.max()) + tokens
+            # A single slot on a CPU is read where it is.
+            taken = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 and not q.is_cuda else slots
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                cache_k[taken, :, :width],
+                cache_v[taken, :, :width],
+                attn_mask=_visible(place, mode, tokens, width, window)[:, None],
+                scale=scale,
+                enable_gqa=True,
             )
-        mask = place.mask if mode is MaskMode.TREE else None
-        out = torch.empty_like(q)
+            return out.transpose(1, 2).contiguous()
+        if self.flash is not None and not tree:
+            caches = cache_k.transpose(1, 2), cache_v.transpose(1, 2)
+            kind = {"softmax_scale": scale, "causal": mode is MaskMode.CAUSAL}
+            return self.flash(q, *caches, k, v, cache_seqlens=past, cache_batch_idx=place.slots, **kind)
+        out, mask = torch.empty_like(q), place.mask if tree else None
         torch.ops.ddtree.tree_attention(
-            q, k, v, cache_k, cache_v, place.slots, place.past, mask, int(mode), scale, out, self._scratch, 0
+            q, k, v, cache_k, cache_v, place.slots, past, mask, int(mode), scale, out, self._scratch, 0
         )
         return out
 
 
 def _visible(place: Place, mode: MaskMode, tokens: int, width: int, window: int) -> Tensor:
     """bool [N, T, width]: the rows of its slot that each new row sees."""
-    past = place.past.long()
-    column = torch.arange(tokens, device=past.device)
-    if mode is MaskMode.NONE:
-        own = torch.ones(1, tokens, tokens, dtype=torch.bool, device=past.device)
-    else:
-        own = (column <= column[:, None])[None]
-        if mode is MaskMode.TREE:
-            assert place.mask is not None, "a tree has a mask"
-            own = own & ((place.mask[:, :, column // 32] >> (column % 32)) & 1).bool()
-    row = torch.arange(width, device=past.device)
-    new = row - past[:, None]  # [N, width]: column of a row among the new ones
-    inside = (new >= 0) & (new < tokens)
-    of_new = own.expand(len(past), -1, -1).gather(2, new.clamp(0, tokens - 1)[:, None].expand(-1, tokens, -1))
-    seen = (new < 0)[:, None] | (inside[:, None] & of_new)
-    if window:
-        seen &= (new[:, None] - column[:, None]).abs() < window
-    return seen
+    column = torch.arange(tokens, device=place.past.device)[:, None]
+    new = torch.arange(width, device=place.past.device) - place.past.long()[:, None, None]  # [N, 1, width], past < 0
+    seen = (new < tokens if mode is MaskMode.NONE else new <= column).expand(-1, tokens, -1)
+    if mode is MaskMode.TREE:
+        assert place.mask is not None, "a tree has a mask"
+        at = new.clamp(0, tokens - 1).expand_as(seen)
+        seen = seen & ((new < 0) | (place.mask.gather(2, at // 32) >> (at % 32) & 1).bool())
+    return seen & ((new - column).abs() < window) if window else seen

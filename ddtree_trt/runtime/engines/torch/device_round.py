@@ -8,7 +8,7 @@ rounds can be launched ahead of the host, which only reads results from a ring i
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import mask_words, write_mask
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Place, load_operators
-from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.stats import ROUND_STAGES
 from ddtree_trt.runtime.tree import build_tree
@@ -158,20 +157,10 @@ class DeviceRound:
     """DDTree rounds of `batch` slots of an engine, N, each tree of at most `tokens` − 1 nodes, T with the root: greedy
     ones, or `sampled` ones, in which every slot has a temperature, 0 for greedy."""
 
-    def __init__(
-        self,
-        target: TargetPass,
-        drafter: BlockOnDevice,
-        graphs: Graphs,
-        batch: int,
-        tokens: int,
-        *,
-        sampled: bool = False,
-    ) -> None:
+    def __init__(self, target: TargetPass, drafter: BlockOnDevice, batch: int, tokens: int, sampled: bool) -> None:
         self._target = target
         self._drafter = drafter
-        self._graphs = graphs
-        self._key: Hashable = (batch, tokens, sampled)
+        self._key = ("round", batch, tokens, sampled)
         self._sampled = sampled
         self._ops = round_ops(target.device, target.kernels)
         length, block = drafter.dims.draft_length, drafter.dims.block_size
@@ -234,7 +223,7 @@ class DeviceRound:
 
     def step(self) -> None:
         """Put one round on the stream. The slots must have room for it; the host's counts do not change."""
-        self._graphs.run(self._key, self._round)
+        self._target.graphs.run(self._key, self._round)
 
     def read(self, number: int) -> list[RoundResult]:
         """The results of round `number` since the start, which must be done and one of the last RING."""
@@ -245,7 +234,7 @@ class DeviceRound:
         """A round as five graphs instead of one, for measurements: `after` is called with each stage's name when that
         stage is on the stream."""
         for stage, work in self._stages():
-            self._graphs.run((self._key, stage), work)
+            self._target.graphs.run((*self._key, stage), work)
             after(stage)
 
     def _round(self) -> None:

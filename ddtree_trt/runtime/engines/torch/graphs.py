@@ -68,25 +68,18 @@ class Download:
 
 
 class Graphs:
-    """Runs stages, on a GPU as CUDA graphs: one per key, captured at its first use.
+    """Runs the stages of an engine, on a GPU as CUDA graphs: one per key, captured at its first use.
 
-    Work must read its inputs from, and write its results to, tensors at fixed addresses. All graphs, also those of
-    objects made by `sharing`, use one pool of memory: a pass may overwrite the intermediate tensors of the one before.
+    Work must read its inputs from, and write its results to, tensors at fixed addresses. All graphs use one pool of
+    memory: a pass may overwrite the intermediate tensors of the one before.
     """
 
-    def __init__(self, device: torch.device, recorder: Recorder | None = None, *, capture: bool = True) -> None:
-        """`recorder` of the graphs to share memory with; None for a separate pool. `capture`: False runs all work as
-        on a CPU."""
-        self._device = device
+    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
+        """`capture`: False runs all work as on a CPU."""
+        self._captures = device.type == "cuda" and capture
         self._graphs: dict[Hashable, Any] = {}
-        self._recorder = recorder
-        self._capture = capture
-        if device.type == "cuda" and capture and recorder is None:
-            self._recorder = Recorder()
-
-    def sharing(self) -> Graphs:
-        """Graphs with separate keys in the same pool of memory."""
-        return Graphs(self._device, self._recorder, capture=self._capture)
+        self._pool: Any = None
+        self._stream: Any = None  # one for all graphs: memory of the pool belongs to the stream it was allocated on
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -94,41 +87,22 @@ class Graphs:
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Run `work`, which must be the same for equal keys. An error during its capture is raised, and leaves the
         stream and the other graphs as they were."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
+        if key in self._graphs:
+            self._graphs[key].replay()
             return
         work()  # libraries initialise themselves in the first call, which cannot be captured; it gives the results
-        if self._recorder is not None:
-            self._graphs[key] = self._recorder.record(work)
+        if self._captures:
+            self._graphs[key] = self._record(work)
 
-    def replay(self, key: Hashable) -> bool:
-        """Launch a captured stage again with its latest inputs, for measurements. False if it was not captured."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-        return graph is not None
+    def _record(self, work: Callable[[], None]) -> Any:
+        """A `torch.cuda.CUDAGraph` of the work, which is captured and not run.
 
-    def clear(self) -> None:
-        self._graphs.clear()
-
-
-class Recorder:
-    """Records work into CUDA graphs, which share one pool of memory.
-
-    `torch.cuda.graph` waits for the device and empties the allocator's cache before each graph, which takes most of a
-    capture's time, and does not leave its stream when the end of a capture fails.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream: Any = None  # one for all graphs: memory of the pool belongs to the stream it was allocated on
-
-    def record(self, work: Callable[[], None]) -> Any:
-        """A `torch.cuda.CUDAGraph` of the work, which is captured and not run."""
+        `torch.cuda.graph` waits for the device and empties the allocator's cache before each graph, which takes most of
+        a capture's time, and does not leave its stream when the end of a capture fails.
+        """
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
             # Other threads may use the device meanwhile: a server answers while an engine captures.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

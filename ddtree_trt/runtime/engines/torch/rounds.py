@@ -41,7 +41,6 @@ class TorchRounds:
         self.by_default = target.device.type == "cuda"
         self._target = target
         self._drafter = drafter
-        self._graphs = target.graphs.sharing()
         self._made: dict[tuple[int, int, bool], DeviceRound] = {}
         self._series: _Series | None = None
 
@@ -68,14 +67,8 @@ class TorchRounds:
         sampled = any(r.temperature > 0 for r in requests)
         key = (batch, tokens, sampled)
         if key not in self._made:
-            self._made[key] = DeviceRound(self._target, self._drafter, self._graphs, batch, tokens, sampled=sampled)
+            self._made[key] = DeviceRound(self._target, self._drafter, *key)
         return self._made[key]
-
-    def close(self) -> None:
-        """Release rounds and graphs; all launched rounds must have ended."""
-        self._series = None
-        self._made.clear()
-        self._graphs.clear()
 
     def _continues(self, series: _Series, requests: list[RoundRequest]) -> bool:
         """Whether the requests are for the series' next round, and no other call has claimed its slots."""

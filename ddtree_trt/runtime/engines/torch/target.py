@@ -145,7 +145,7 @@ class TargetPass:
                 self._taps[:rows].copy_(tapped.flatten(0, 1))
 
         self._last_passes.clear()  # the tapped states of earlier passes are overwritten
-        self.graphs.run((batch, tokens), work)
+        self.graphs.run(("verify", batch, tokens), work)
         choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
         verdicts = []
         self.last_logits = []
