@@ -82,10 +82,6 @@ class BackendBuild:
         """What computes the attention of their plans; None for a backend without plans."""
         return None
 
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        """About the bytes of the engine directory."""
-        raise NotImplementedError
-
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         """Write the backend's files into `directory`. Raises BuildError, or OSError when the disk is full."""
         raise NotImplementedError

@@ -25,7 +25,8 @@ from fuzzing import damage, mutate_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree_trt.build.checkpoint.reader import Checkpoint, check_pair, load_checkpoint
+from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
+from ddtree_trt.build.pair import check_pair
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import language_model_shapes
 
