@@ -96,36 +96,6 @@ def test_any_object_and_plain_text(client: openai.OpenAI) -> None:
     assert found is not None and found.startswith("{")
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": {"type": "json"}}, "response_format", "type must be one of text, json_object, json_schema"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "must be an object with a schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "JSON object or"),
-    ({"guided_json": "{"}, "guided_json", "is not JSON"),
-    ({"guided_json": {"type": "nope"}}, "guided_json", "Invalid type: nope"),
-    ({"guided_json": {"not": {}}}, "guided_json", 'Unimplemented keys: ["not"]'),
-    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "Pointer '/nowhere' does not exist"),
-    ({"guided_json": False}, "guided_json", "schema is false"),
-    ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
-    ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
-    ({"guided_grammar": "start: ("}, "guided_grammar", "Expected token ')'"),
-    ({"guided_choice": []}, "guided_choice", "exactly one of"),
-    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json_schema and regex"),
-    ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "unknown name 'xml'"),
-    ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "is a second constraint"),
-    ({"guided_regex": 5}, "guided_regex", "must be a text"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED, ids=lambda value: str(value)[:40])
-def test_bad_constraints_are_refused_with_the_reason(
-    client: openai.OpenAI, fields: dict[str, Any], param: str, reason: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="tiny", messages=messages(), extra_body=fields)
-    assert caught.value.param == param
-    assert reason in str(caught.value) and param in str(caught.value)
-
-
 def test_without_the_library_the_answer_says_what_to_install(
     server: ThreadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
