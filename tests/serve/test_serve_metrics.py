@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from serving import ThreadServer
+from serving import ThreadServer, events_of
 
 from ddtree_trt import LLM, SamplingParams
 
@@ -46,12 +45,6 @@ def expected(llm: LLM, **sampling: Any) -> dict[str, Any]:
         "num_draft_tokens": drafted,
         "num_spec_tokens": LONGEST,
     }
-
-
-def parts_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream."""
-    assert answer.status_code == 200, answer.text
-    return [json.loads(e.removeprefix("data: ")) for e in answer.text.split("\n\n") if e.startswith("data: {")]
 
 
 def test_acceptance_figures_are_consistent(server: ThreadServer) -> None:
@@ -93,7 +86,7 @@ AIPERF = json.loads((Path(__file__).resolve().parents[1] / "fixtures" / "aiperf"
 def test_answers_are_what_aiperf_reported(server: ThreadServer, recorded: dict[str, Any]) -> None:
     """The fixture is of a run of the real tool. The body is AIPerf's."""
     wanted = {"stream": True, "stream_options": {"include_usage": True}, "tree_budget": AIPERF["tree_budget"]}
-    parts = parts_of(server.chat(recorded["prompt"], model="tiny", **wanted))
+    parts = events_of(server.chat(recorded["prompt"], model="tiny", **wanted).text)
     (stats,) = [s for p in parts if (s := (p.get("metrics") or {}).get("speculative_decoding"))]
     # As AIPerf's adapter for vLLM checks them before it believes them.
     assert all(type(count) is int for count in stats["acceptance_histogram"])
@@ -127,7 +120,7 @@ def test_vllms_benchmark_client_finds_what_it_reads(server: ThreadServer, path: 
     """Bodies and reading as in vLLM's vllm/benchmarks/lib/endpoint_request_func.py, with --ignore-eos."""
     options = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     answer = server.http.post(f"/v1/{path}", json={**prompt, **options}, headers={"x-request-id": "bench-1"})
-    chunks = parts_of(answer)
+    chunks = events_of(answer.text)
     usage = [c["usage"] for c in chunks if not c.get("choices") and c.get("usage")]
     assert any(c.get("choices") for c in chunks) and [u["completion_tokens"] for u in usage] == [12]
 
@@ -158,7 +151,7 @@ def test_a_stream_has_it_once_in_the_part_with_the_usage(client: openai.OpenAI, 
 
 
 def test_a_stream_without_usage_has_it_at_its_end(server: ThreadServer, llm: LLM) -> None:
-    parts = parts_of(server.chat(QUESTION, max_tokens=40, stream=True, tree_budget=8))
+    parts = events_of(server.chat(QUESTION, max_tokens=40, stream=True, tree_budget=8).text)
     found = [p["metrics"]["speculative_decoding"] for p in parts if p.get("metrics")]
     assert found == [expected(llm, max_tokens=40, tree_budget=8)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import ThreadServer
+from serving import ThreadServer, events_of
 
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
@@ -256,9 +256,10 @@ def test_curl_plain_and_streaming(server: ThreadServer, llm: LLM) -> None:
     body = {"model": "tiny", "messages": messages(QUESTIONS[0]), "max_tokens": 40}
     answer = json.loads(curl(server, "/v1/chat/completions", body))
     assert answer["choices"][0]["message"]["content"] == expected.text
-    lines = [x for x in curl(server, "/v1/chat/completions", {**body, "stream": True}).splitlines() if x]
-    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
-    parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    stream = curl(server, "/v1/chat/completions", {**body, "stream": True})
+    *lines, last = [line for line in stream.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines) and last == "data: [DONE]"
+    parts = events_of(stream)
     assert "".join(p["choices"][0]["delta"].get("content", "") for p in parts) == expected.text
     assert all("usage" not in p for p in parts), "usage is sent to who asked for it"
     lines = curl(server, "/v1/completions", {"prompt": "def fib(n):", "stream": True}).splitlines()
