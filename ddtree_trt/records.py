@@ -22,7 +22,7 @@ class Option:
     help: str  # of the command line, in a sentence
     metavar: str = "N"
     within: tuple[float, float] | None = None  # of a number: lowest and highest
-    flag: str | None = None  # the option, where it is not the field's name
+    flag: str | None = None  # the option, where it is not made of the field's name
     only: tuple[str, ...] = ()  # backends whose engines have it; none: all have
     envvar: str | None = None  # gives its value too
 
@@ -36,6 +36,11 @@ def options(record: type) -> dict[str, tuple[Option, Any, Any]]:
     """A record's options by field: the option, the field's type and its default."""
     types, fields = get_type_hints(record), dataclasses.fields(record)
     return {f.name: (f.metadata["option"], types[f.name], f.default) for f in fields if "option" in f.metadata}
+
+
+def flag_of(name: str, found: Option) -> str:
+    """The option of a field: its name without the unit of seconds, or one of its own."""
+    return found.flag or f"--{name.removesuffix('_s').replace('_', '-')}"
 
 
 def choices(kind: Any) -> tuple[str, ...]:
@@ -65,7 +70,7 @@ def misplaced_option(record: type, given: Any, backend: str) -> tuple[str, str] 
     that have it. None where there is none."""
     for name, (found, _, default) in options(record).items():
         if found.only and backend not in found.only and getattr(given, name) != default:
-            return found.flag or f"--{name.replace('_', '-')}", " or ".join(found.only)
+            return flag_of(name, found), " or ".join(found.only)
     return None
 
 

@@ -6,20 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.examples import Examples, read_examples
+from ddtree_trt.artifact.examples import read_examples
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.async_llm import AsyncLLM
-from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.request_maker import Request as EngineRequest
 from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.serve import errors, request_log
@@ -36,7 +35,13 @@ from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
 MetricsPage = Callable[[str], Awaitable[tuple[bytes, str]]]  # page and content type, by the header Accept
-_Body = TypeVar("_Body", bound=BaseModel)
+_REF = "#/components/schemas/{model}"
+_POSTS: dict[str, tuple[type[BaseModel], Callable[[Service, Request, Any], Awaitable[Response]]]] = {
+    "/v1/chat/completions": (ChatRequest, chat),
+    "/v1/completions": (CompletionRequest, complete),
+    "/tokenize": (TokenizeRequest, tokenize),
+    "/detokenize": (DetokenizeRequest, detokenize),
+}
 
 
 def open_app(
@@ -45,8 +50,8 @@ def open_app(
     progress: Progress = no_progress,
     metrics_page: MetricsPage | None = None,
 ) -> tuple[AsyncLLM, Gate]:
-    """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM. `metrics_page`
-    is answered to scrapers in place of the page of this engine alone."""
+    """Load an engine; returns it and its ASGI application, which shuts it down when it ends. `progress` and errors are
+    those of AsyncLLM. `metrics_page` is answered to scrapers in place of the page of this engine alone."""
     manifest = load_manifest(engine_dir)
     metrics = Metrics(manifest, options.model_name or manifest.name)
 
@@ -61,19 +66,7 @@ def open_app(
         llm.codec.use_template(options.chat_template)
     if llm.tokenizer.chat_template:
         chat_template.wait()
-    return llm, create_app(llm, metrics, options, examples, metrics_page)
-
-
-def create_app(
-    llm: AsyncLLM,
-    metrics: Metrics,
-    options: ServeOptions,
-    examples: Examples | None,
-    metrics_page: MetricsPage | None = None,
-) -> Gate:
-    """The ASGI application over an engine, which it shuts down when it ends. `examples` are for the playground."""
-    chat_format = ChatFormat(llm.codec, options.tool_parser, options.reasoning_parser)
-    service = Service(llm, metrics, options, chat_format)
+    service = Service(llm, options)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -88,17 +81,17 @@ def create_app(
     gate = Gate(app, options, metrics, service.close)
     errors.install(app, lambda: metrics.retry_after_s)
 
-    def post(path: str, model: type[_Body], answer: Callable[[Request, _Body], Awaitable[Response]]) -> None:
+    def post(path: str, model: type[BaseModel], answer: Callable[[Service, Request, Any], Awaitable[Response]]) -> None:
         """Add an endpoint that parses its body itself; the description says what that is."""
+        content = {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+        described = {"requestBody": {"required": True, "content": content}}
 
-        @app.post(path, response_class=JSONResponse, openapi_extra=_described(model), name=path)
+        @app.post(path, response_class=JSONResponse, openapi_extra=described, name=path)
         async def endpoint(request: Request) -> Response:
-            return await answer(request, await read(request, model))
+            return await answer(service, request, await read(request, model))
 
-    post("/v1/chat/completions", ChatRequest, partial(chat, service))
-    post("/v1/completions", CompletionRequest, partial(complete, service))
-    post("/tokenize", TokenizeRequest, partial(tokenize, service))
-    post("/detokenize", DetokenizeRequest, partial(detokenize, service))
+    for path, (model, answer) in _POSTS.items():
+        post(path, model, answer)
 
     card = {"id": service.model_name, "object": "model", "created": int(time.time()), "owned_by": "ddtree-trt"}
     card |= {"max_model_len": service.max_seq_len}
@@ -108,14 +101,14 @@ def create_app(
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model_card(name: str) -> dict[str, Any]:
         service.check_model(name)
         return card
 
     @app.get("/health")
     async def health() -> JSONResponse:
         if llm.failure is not None:
-            raise ApiError(503, str(llm.failure), kind=errors.SERVER, code="engine_error")
+            raise ApiError(503, str(llm.failure), code="engine_error")
         if gate.draining:
             raise errors.shutting_down()
         return JSONResponse({"status": "ok"})
@@ -136,8 +129,7 @@ def create_app(
 
     if options.playground:
         playground.install(app, service, examples)
-
-    return gate
+    return llm, gate
 
 
 class _App(FastAPI):
@@ -145,12 +137,6 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()
-        for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
-            own = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            schema["components"]["schemas"] |= {**own.pop("$defs", {}), model.__name__: own}
+        _, own = models_json_schema([(model, "validation") for model, _ in _POSTS.values()], ref_template=_REF)
+        schema["components"]["schemas"] |= own["$defs"]
         return schema
-
-
-def _described(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

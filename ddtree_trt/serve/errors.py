@@ -8,18 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError, shown
-from ddtree_trt.reading import problem_of
+from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError
 from ddtree_trt.runtime.async_llm import QueueFull
-from ddtree_trt.serve.openai.protocol import UNKNOWN
 
-INVALID = "invalid_request_error"
-SERVER = "server_error"
-OVERLOADED = "rate_limit_error"
 CLOSE = {"Connection": "close"}
 
 _MESSAGE_CHARACTERS = 1000  # bound for messages of any origin; texts of a request are shortened more
@@ -38,7 +32,6 @@ class ApiError(Exception):
 
     status: int
     message: str
-    kind: str = field(default=INVALID, kw_only=True)
     param: str | None = field(default=None, kw_only=True)
     code: str | None = field(default=None, kw_only=True)
     headers: dict[str, str] = field(default_factory=dict, kw_only=True)
@@ -47,10 +40,11 @@ class ApiError(Exception):
         return self.message
 
     def body(self) -> dict[str, Any]:
+        kind = "server" if self.status >= 500 else "rate_limit" if self.status == 429 else "invalid_request"
         texts = {
             "message": cut(self.message, _MESSAGE_CHARACTERS),
-            "type": self.kind,
-            "param": None if self.param is None else cut(self.param),
+            "type": f"{kind}_error",
+            "param": self.param and cut(self.param),
             "code": self.code,
         }
         # A client's text may hold surrogates, which UTF-8 cannot encode.
@@ -67,17 +61,11 @@ def invalid(message: str, param: str | None) -> ApiError:
 
 def shutting_down() -> ApiError:
     headers = {"Retry-After": "5", **CLOSE}
-    return ApiError(503, "the server is shutting down; try another", kind=SERVER, code="shutting_down", headers=headers)
+    return ApiError(503, "the server is shutting down; try another", code="shutting_down", headers=headers)
 
 
 def overloaded(message: str, retry_after_s: int) -> ApiError:
-    headers = {"Retry-After": str(retry_after_s)}
-    return ApiError(429, message, kind=OVERLOADED, code="queue_full", headers=headers)
-
-
-def timed_out(seconds: float) -> ApiError:
-    message = f"the request took longer than this server's limit of {seconds:g} s and was ended"
-    return ApiError(504, message, kind=SERVER, code="timeout", headers=CLOSE)
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(retry_after_s)})
 
 
 def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
@@ -90,45 +78,20 @@ def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, DDTreeError):
         log.error("request failed: %s", error)
-        return ApiError(500, str(error), kind=SERVER, code="engine_error")
+        return ApiError(500, str(error), code="engine_error")
     log.error("unexpected error", exc_info=error)
     message = f"unexpected {type(error).__name__}; the server's log says more"
-    return ApiError(500, message, kind=SERVER, code="internal_error")
-
-
-def invalid_json(problem: str) -> ApiError:
-    return ApiError(400, f"the body is not valid JSON: {problem}", code="invalid_json")
-
-
-def invalid_body(error: ErrorDetails) -> ApiError:
-    """The answer to an error of pydantic's, with the name of the parameter."""
-    kind, loc = error["type"], [str(part) for part in error["loc"] if part != "[key]"]
-    if kind in UNKNOWN:
-        loc.append(error["ctx"]["name"])
-    param = cut(".".join(loc))
-    if kind == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
-    if kind == "unsupported_parameter":
-        message = f"Unsupported parameter: '{param}' ({error['msg']})"
-        return ApiError(400, message, param=param, code=kind)
-    if kind == "unknown_parameter":
-        return ApiError(400, f"Unknown parameter: '{param}'", param=param, code=kind)
-    return invalid(f"Invalid '{param}': {problem_of(error, shown, 'not')}", param)
+    return ApiError(500, message, code="internal_error")
 
 
 def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
-    """Install handlers that answer all exceptions in OpenAI's form."""
+    """Have the application answer all exceptions in OpenAI's form."""
 
-    async def api_error(_: Request, error: Exception) -> JSONResponse:
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):  # for wrong paths and methods
+            message = f"{request.method} {cut(request.url.path)}: {error.detail}"
+            error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
         return as_api_error(error, retry_after_s()).response()
 
-    async def http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        # For wrong paths and methods, and for bodies that the framework could not parse.
-        message = f"{request.method} {cut(request.url.path)}: {error.detail}"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(DDTreeError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, api_error)
+    for kind in (ApiError, DDTreeError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

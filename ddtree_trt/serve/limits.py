@@ -15,7 +15,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ddtree_trt.serve.errors import CLOSE, ApiError, overloaded, shutting_down, timed_out
+from ddtree_trt.serve.errors import CLOSE, ApiError, overloaded, shutting_down
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.answers import event
 from ddtree_trt.serve.options import ServeOptions
@@ -76,7 +76,7 @@ class Gate:
             in_time, _ = await asyncio.wait({work}, timeout=limit_s or None)
             work.cancel()
             await asyncio.wait({work})
-            error = timed_out(limit_s) if not in_time else shutting_down() if work.cancelled() else work.exception()
+            error = work.exception() if not work.cancelled() else shutting_down() if in_time else _timed_out(limit_s)
             if isinstance(error, ApiError):
                 with suppress(TimeoutError):  # the server closes the connection of an incomplete answer
                     await asyncio.wait_for(answer.send_error(error), _SEND_ERROR_S)
@@ -151,6 +151,11 @@ class Gate:
         """End all open requests with an error for their clients."""
         for work in self._under_way:
             work.cancel()
+
+
+def _timed_out(seconds: float) -> ApiError:
+    message = f"the request took longer than this server's limit of {seconds:g} s and was ended"
+    return ApiError(504, message, code="timeout", headers=CLOSE)
 
 
 class _Answer:

@@ -26,25 +26,13 @@ class ServeOptions(EngineOptions):
     max_waiting: int = option(256, "Sequences waiting for a slot; more are answered 429.", within=(0, MAX_COUNT))
     max_body_bytes: int = option(4 << 20, "Larger requests are answered 413.", within=(1024, 1 << 30))
     request_timeout_s: float = option(
-        600.0,
-        "A request that takes longer is ended; 0: none is.",
-        "SECONDS",
-        within=(0, 86400),
-        flag="--request-timeout",
+        600.0, "A request that takes longer is ended; 0: none is.", "SECONDS", within=(0, 86400)
     )
     stall_timeout_s: float = option(
-        30.0,
-        "A client that reads nothing for this long is cut off.",
-        "SECONDS",
-        within=(1, 3600),
-        flag="--stall-timeout",
+        30.0, "A client that reads nothing for this long is cut off.", "SECONDS", within=(1, 3600)
     )
     drain_timeout_s: float = option(
-        30.0,
-        "After SIGTERM, how long requests under way may still take.",
-        "SECONDS",
-        within=(0, 86400),
-        flag="--drain-timeout",
+        30.0, "After SIGTERM, how long requests under way may still take.", "SECONDS", within=(0, 86400)
     )
     default_max_tokens: int | None = option(
         None, "New tokens of a chat that states no limit. Default: the rest of the context.", within=(1, MAX_COUNT)

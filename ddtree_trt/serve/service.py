@@ -19,7 +19,6 @@ from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import ApiError, cut, invalid
-from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.openai.tokens import TokenTexts
 from ddtree_trt.serve.options import ServeOptions
@@ -33,10 +32,9 @@ _Result = TypeVar("_Result")
 class Service:
     """An engine served under a model name."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics, options: ServeOptions, chat_format: ChatFormat) -> None:
+    def __init__(self, llm: AsyncLLM, options: ServeOptions) -> None:
         self.llm = llm
-        self.chat_format = chat_format
-        self.metrics = metrics
+        self.chat_format = ChatFormat(llm.codec, options.tool_parser, options.reasoning_parser)
         self.model_name = options.model_name or llm.engine.manifest.name
         self.texts = TokenTexts(llm.codec)
         self._default_max_tokens = options.default_max_tokens

@@ -1,4 +1,4 @@
-"""One server and one reference engine for all tests that ask for no options of their own."""
+"""One server, one with other options, and one reference engine for all tests that ask for nothing of their own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,28 @@ from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM
 
+TOOLS = Path(__file__).resolve().parents[2] / "examples" / "tools.jinja"
+
 
 @pytest.fixture(scope="session")
 def server(tiny_engine: Path) -> Iterator[ThreadServer]:
     with thread_server(tiny_engine, playground=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def guarded(tiny_engine: Path) -> Iterator[ThreadServer]:
+    """With a key, small limits, a template that takes tools, and pages that may call."""
+    with thread_server(
+        tiny_engine,
+        api_key="correct horse",
+        playground=True,
+        chat_template=TOOLS.read_text(),
+        max_body_bytes=200_000,
+        max_waiting=4,
+        default_max_tokens=6,
+        allowed_origins="https://app.example, http://localhost:3000",
+    ) as server:
         yield server
 
 

@@ -1,9 +1,10 @@
-"""`ddtree-trt serve` as a process: its start, its signals, its end, and a crowd."""
+"""`ddtree-trt serve` as a process: its start, its log, its signals, its end, and a crowd."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,21 +19,18 @@ import pytest
 from command_line import in_this_process
 from dictation import QWEN3_CODER, with_template
 from pacing import WAIT_S, wait_for
-from serving import LONG, ProcessServer, metrics
+from serving import LONG, ProcessServer, events_of, metrics
 
 from ddtree_trt.errors import install_with
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
 from workbench import soak
 
-STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def events(client: httpx.Client, body: dict[str, object]) -> list[str]:
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        return [line for line in response.iter_lines() if line]
+def streamed(client: httpx.Client, **fields: object) -> str:
+    response = client.post("/v1/completions", json={"prompt": "def fib(n):", "stream": True, **LONG, **fields})
+    assert response.status_code == 200
+    return response.text
 
 
 def under_way_at(client: httpx.Client) -> float:
@@ -41,45 +39,67 @@ def under_way_at(client: httpx.Client) -> float:
     return figures["vllm:num_requests_running"] + figures["vllm:num_requests_waiting"]
 
 
-def test_the_ready_line_and_the_options_of_the_command(tiny_engine: Path) -> None:
-    options = ("--served-model-name", "my/tiny", "--max-waiting", "7", "--threads", "1")
+def test_the_ready_line_the_options_and_a_line_for_every_request(tiny_engine: Path, tmp_path: Path) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text((ROOT / "examples" / "tools.jinja").read_text())
+    options = ["--served-model-name", "my/tiny", "--max-waiting", "7", "--threads", "1", "--request-log"]
+    options += ["--chat-template", str(template)]
+    key = {"Authorization": "Bearer secret"}
     with ProcessServer(tiny_engine, *options, env={"DDTREE_API_KEY": "secret"}) as server:
         assert server.ready.rstrip("\n") == (
             "serving my/tiny: tiny, onnxruntime fp32, 1 thread; ddtree with automatic budgets of up to 256 draft "
             "tokens a round unless a request says otherwise; 8 slots of 2048 tokens, 7 may wait; a key is needed; /v1, "
             f"/health and /metrics on {server.url}"
         )
-        with httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
-            assert client.get("/v1/models").status_code == 401
-            model = client.get("/v1/models/my/tiny", headers={"Authorization": "Bearer secret"}).json()
+        with httpx.Client(base_url=server.url, timeout=WAIT_S, headers=key) as client:
+            assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
+            model = client.get("/v1/models/my/tiny").json()
             assert model["id"] == "my/tiny" and model["max_model_len"] == 2048
             page = client.get("/metrics").text
             assert 'vllm:num_requests_running{engine="0",model_name="my/tiny"} 0.0' in page
+            tool = {"type": "function", "function": {"name": "weather"}}
+            asked = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 20, "n": 2}
+            chat = client.post("/v1/chat/completions", json={**asked, "tools": [tool]})
+            stream = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True})
+            assert client.post("/v1/completions", json={"prompt": 5}).status_code == 400
+            wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 0)
         server.terminate()
-        assert server.wait() == (0, "")
+        code, log = server.wait()
+    usage = chat.json()["usage"]
+    figures = rf"{usage['prompt_tokens']} prompt tokens, 0 cached, {usage['completion_tokens']} new"
+    speed = r"first after \d+\.\d{3} s, \d+\.\d tokens/s, \d+\.\d a round; (stop|length)"
+    date = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    first, second = log.splitlines()
+    assert code == 0 and re.fullmatch(rf"{date} {chat.json()['id']}: {figures}, {speed}(, stop)?", first), first
+    assert re.fullmatch(rf"{date} {stream.headers['x-request-id']}-0: .* 3 new, {speed}", second), second
 
 
 def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
-    body = {**STREAM, "max_tokens": 60, "method": "auto"}
     hold = tmp_path / "hold"
-    hold.touch()
-    options = ("--drain-timeout", str(WAIT_S))
+
+    def answer(number: int) -> str:
+        """The same greedy text, streamed or whole."""
+        stream = streamed(client, max_tokens=60, method="auto", stream=number % 2 == 0)
+        assert ("[DONE]" in stream) is (number % 2 == 0)
+        return "".join(event["choices"][0]["text"] for event in events_of(stream) or [json.loads(stream)])
+
     with (
-        ProcessServer(tiny_engine, *options, hold=hold) as server,
+        ProcessServer(tiny_engine, "--drain-timeout", str(WAIT_S), hold=hold) as server,
         httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+        concurrent.futures.ThreadPoolExecutor(16) as pool,
     ):
         assert "8 slots" in server.ready
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            under_way = [pool.submit(events, client, body) for _ in range(16)]
-            wait_for(lambda: under_way_at(client) == 16)
-            server.terminate()
-            wait_for(lambda: client.get("/health").status_code == 503)
-            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-            hold.unlink()
-            streams = [f.result() for f in under_way]
-        assert all(lines[-1] == "data: [DONE]" for lines in streams)
-        texts = {"".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1]) for lines in streams}
-        assert len(texts) == 1, "sixteen times the same greedy answer"
+        expected = answer(0)
+        hold.touch()
+        under_way = pool.map(answer, range(16))
+        wait_for(lambda: under_way_at(client) == 16)
+        server.terminate()
+        wait_for(lambda: client.get("/health").status_code == 503)
+        late = client.post("/v1/completions", json={"prompt": "x"})  # on a connection that is already open
+        assert late.status_code == 503 and late.headers["connection"] == "close" and late.headers["retry-after"]
+        assert late.json()["error"]["code"] == "shutting_down"
+        hold.unlink()
+        assert [*under_way] == [expected] * 16
         assert server.wait() == (0, "")
 
 
@@ -92,12 +112,12 @@ def test_a_second_signal_ends_at_once(tiny_engine: Path, tmp_path: Path) -> None
         httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        stream = pool.submit(events, client, STREAM)
+        stream = pool.submit(streamed, client)
         wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 1)
         server.process.send_signal(signal.SIGINT)
         wait_for(lambda: client.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
-        assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert events_of(stream.result())[-1]["error"]["code"] == "shutting_down"
         assert server.wait()[0] == 0
 
 
@@ -133,25 +153,16 @@ def test_a_server_that_does_not_come_back_ends_when_its_time_is_up(
             assert isinstance(pending.exception(), httpx.TransportError)
 
 
-def serve(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "ddtree_trt.cli", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == ""
-    return done.returncode, done.stderr
-
-
 def test_wrong_calls_are_explained_in_one_line(
     tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    call, none = in_this_process(capfd), tmp_path / "none"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        code, error = serve(str(tiny_engine), "--port", port)
-    assert (code, error) == (
-        2,
-        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n",
-    )
-    call = in_this_process(capfd)
-    code, out, error = call("serve", tmp_path / "none", "--port", "0")
+        port = taken.getsockname()[1]
+        answer = call("serve", tiny_engine, "--port", port)
+    advice = "Address already in use; choose another with --port"
+    assert answer == (2, "", f"error: cannot listen on 127.0.0.1 port {port}: {advice}\n")
+    code, out, error = call("serve", none, "--port", "0")
     assert (code, out) == (1, "") and error.startswith("error: no engine at ") and error.count("\n") == 1
     answer = call("serve", tiny_engine, "--max-requests", "0")
     assert answer == (2, "", "error: max_requests must be from 1 to 1048576, not 0\n")
@@ -159,26 +170,31 @@ def test_wrong_calls_are_explained_in_one_line(
     assert (code, out) == (2, "") and error.startswith("error: cannot listen on no.such.host.invalid: ")
     code, out, error = call("serve", tiny_engine, "--api-key", "")
     assert (code, out) == (2, "") and "API key" in error
+    reason = "cannot be read (No such file or directory); give a Jinja template"
+    answer = call("serve", tiny_engine, "--chat-template", none)
+    assert answer == (2, "", f"error: --chat-template {none} {reason}\n")
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
 def test_help_loads_no_server() -> None:
-    script = (
+    done = python(
         "import sys\nfrom ddtree_trt.cli import app\n"
         "try: app(['serve', '--help'])\nexcept SystemExit: pass\n"
         "print({'fastapi', 'uvicorn', 'prometheus_client', 'transformers', 'onnxruntime'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
-    script = (
+    done = python(
         "import sys; sys.modules['uvicorn'] = None\nfrom ddtree_trt.cli import app\n"
         f"app(['serve', {str(tiny_engine)!r}, '--port', '0'])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == f"error: this needs the Python package uvicorn; {install_with('serve')}\n"
+    missing = f"error: this needs the Python package uvicorn; {install_with('serve')}\n"
+    assert (done.returncode, done.stderr) == (1, missing)
 
 
 def test_a_crowd_of_clients(tiny_engine: Path, tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
-"""Wrong requests: each gets its status, the parameter at fault, and a text that says what to do."""
+"""Wrong requests at every door: each gets its status, the parameter at fault, and a text that says what to do."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,21 +11,18 @@ import openai
 import pydantic
 import pytest
 from pacing import WAIT_S
-from serving import ThreadServer, metrics, thread_server
+from serving import ThreadServer, metrics
 
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.openai.body import parse
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"messages": [{"role": "user", "content": "x"}]}
-KEY = "correct horse"
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, max_waiting=4) as server:
-        yield server
+CHAT, COMPLETIONS, ROUNDS = "/v1/chat/completions", "/v1/completions", "/playground/rounds"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+USER: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+JSON = {"Content-Type": "application/json"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -38,145 +33,185 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def message(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "x", **fields}]}
+def chat(fields: dict[str, Any], param: str, text: str) -> tuple[str, dict[str, Any], str, str]:
+    return CHAT, {**USER, **fields}, param, text
 
 
-TOOL = {"type": "function", "function": {"name": "f"}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
-    ({}, "messages", "Missing required parameter: 'messages'"),
-    ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": "hello"}, "messages", "a list, not 'hello'"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content", "Missing required parameter"),
-    (message(role="wizard"), "messages.0.role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
-    (message(content=5), "messages.0.content", "a text, not 5"),
-    (message(content=None), "messages.0.content", "must be a text"),
-    (message(content=[{"type": "image_url", "image_url": {}}]), "messages.0.content", "not 'image_url'"),
-    (message(content=[{"type": "text", "text": "a", "x": 1}]), "messages.0.content", "has no 'x'"),
-    (message(name="bob"), "messages.0.name", "Unsupported parameter: 'messages.0.name' (the chat template"),
-    (message(tool_calls=[{}]), "messages.0.tool_calls.0.function", "Missing required parameter"),
-    (message(tool_calls=[CALL]), "messages.0", "tool_calls is for messages of role 'assistant', not of 'user'"),
-    (message(reasoning_content="x"), "messages.0", "reasoning_content is for messages of role 'assistant'"),
-    (message(tool_call_id="x"), "messages.0", "tool_call_id is for messages of role 'tool'"),
-    (message(content="\ud800"), "messages.0.content", "half of a surrogate pair"),
-    ({**USER, "foo": 1}, "foo", "Unknown parameter: 'foo'"),
-    ({**USER, "\ud800": True}, "\\ud800", "Unknown parameter"),
-    ({**USER, "metadata": {"\ud800": 1}}, "metadata.\ufffd\ufffd\ufffd", "a text, not 1"),
-    ({**USER, "method": "\ud800"}, "method", "not '\\ud800'"),
-    ({**USER, "echo": True}, "echo", "Unknown parameter: 'echo'"),
-    ({**USER, "tools": []}, "tools", "must be a list of at least one tool, not []"),
-    ({**USER, "tools": [TOOL]}, "tools", "this engine's chat template has no place for them; leave them out"),
-    ({**USER, "tools": [TOOL, TOOL]}, "tools[1].function.name", "'f' is there twice; rename one of the two"),
-    ({**USER, "tools": [{"type": "custom"}]}, "tools[0]", "{'type': 'function', 'function': {...}}; found 'custom'"),
-    ({**USER, "tool_choice": "auto"}, "tool_choice", "needs tools; give them, or leave tool_choice out"),
-    ({**USER, "parallel_tool_calls": True}, "parallel_tool_calls", "needs tools"),
-    ({**USER, "functions": []}, "functions", "Unsupported parameter: 'functions' (give tools, in chats)"),
-    ({**USER, "reasoning_effort": "low"}, "reasoning_effort", "(use chat_template_kwargs, such as {"),
-    ({**USER, "service_tier": "flex"}, "service_tier", "must be 'auto' or 'default'"),
-    ({**USER, "response_format": {"type": "xml"}}, "response_format", "type must be one of text, json_object"),
-    ({**USER, "store": True}, "store", "must be False"),
-    ({**USER, "stream": "yes"}, "stream", "must be true or false, not 'yes'"),
-    ({**USER, "stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
-    ({**USER, "max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
-    ({**USER, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ; give one"),
-    ({**USER, "max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
-    ({**USER, "min_tokens": 9, "max_tokens": 5}, "min_tokens", "above max_tokens (5)"),
-    ({**USER, "n": 64}, "n", "lower it"),
-    ({**USER, "logit_bias": {"999999": 1}}, "logit_bias", "outside the vocabulary"),
-    ({**USER, "stop": ["a", 5]}, "stop.1", "must be a text"),
-    ({**USER, "stop": ["x"] * 17}, "stop", "at most 16"),
-    ({**USER, "stop": "x" * 257}, "stop", "at most 256"),
-    ({**USER, "stop_token_ids": [5] * 65}, "stop_token_ids", "at most 64"),
-    ({**USER, "metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16 entries, not 17"),
-    ({**USER, "logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries"),
-    ({**USER, "stream_options": {"y": 1, "x": 1}, "stream": True}, "stream_options.y", "Unknown parameter"),
-    ({"messages": USER["messages"] * 2100}, "messages", "2100 messages"),
-    ({**USER, "stop_token_ids": [999_999]}, "stop_token_ids", "outside the vocabulary"),
-    ({**USER, "logprobs": 3}, "logprobs", "must be true or false"),
-    ({**USER, "top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
-    ({**USER, "method": "draft-model"}, "method", "drafter"),
-    ({**USER, "method": "ar", "tree_budget": 4}, "method", "drafts nothing"),
-    ({**USER, "tree_budget": 10**6}, "tree_budget", "above this engine's"),
-]  # fmt: skip
+def said(fields: dict[str, Any], param: str, text: str) -> tuple[str, dict[str, Any], str, str]:
+    """A wrong message."""
+    return CHAT, {"messages": [{"role": "user", "content": "x", **fields}]}, f"messages.0{param}", text
 
-WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
-    ({}, "prompt", "Missing required parameter: 'prompt'"),
-    ({"prompt": ""}, "prompt", "has no tokens"),
-    ({"prompt": []}, "prompt", "has no tokens"),
-    ({"prompt": 5}, "prompt", "a list of token ids"),
-    ({"prompt": ["a", [1]]}, "prompt", "all texts or all lists"),
-    ({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
-    ({"prompt": [999_999]}, "prompt", "outside the vocabulary"),
-    ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
-    ({"prompt": "\udfff"}, "prompt", "half of a surrogate pair"),
-    ({"prompt": "x", "suffix": "y"}, "suffix", "does not fill in the middle"),
-    ({"prompt": "x", "best_of": 2}, "best_of", "Unsupported parameter"),
-    ({"prompt": "x", "logprobs": True}, "logprobs", "must be an integer"),
-    ({"prompt": "x", "messages": []}, "messages", "Unknown parameter"),
-    ({"prompt": ["x"] * 2049}, "prompt", "at most 2048 prompts in one request, not 2049"),
-    ({"prompt": ["x"] * 20}, "prompt", "20 completions in one request; at most 12"),
-    ({"prompt": ["x"] * 5, "n": 3}, "prompt", "15 completions in one request; at most 12"),
+
+def prompt(fields: dict[str, Any], param: str, text: str) -> tuple[str, dict[str, Any], str, str]:
+    return COMPLETIONS, {"prompt": "x", **fields}, param, text
+
+
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    # The messages of a chat
+    (CHAT, {}, "messages", "Missing required parameter: 'messages'"),
+    chat({"messages": []}, "messages", "at least 1 item"),
+    chat({"messages": "hello"}, "messages", "a list, not 'hello'"),
+    chat({"messages": [{"role": "user"}]}, "messages.0.content", "Missing required parameter"),
+    chat({"messages": USER["messages"] * 2100}, "messages", "2100 messages"),
+    said({"role": "wizard"}, ".role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
+    said({"content": 5}, ".content", "a text, not 5"),
+    said({"content": None}, ".content", "must be a text"),
+    said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not 'image_url'"),
+    said({"content": [{"type": "text", "text": "a", "x": 1}]}, ".content", "has no 'x'"),
+    said({"content": "\ud800"}, ".content", "half of a surrogate pair"),
+    said({"name": "bob"}, ".name", "Unsupported parameter: 'messages.0.name' (the chat template"),
+    said({"tool_calls": [{}]}, ".tool_calls.0.function", "Missing required parameter"),
+    said({"tool_calls": [CALL]}, "", "tool_calls is for messages of role 'assistant', not of 'user'"),
+    said({"reasoning_content": "x"}, "", "reasoning_content is for messages of role 'assistant'"),
+    said({"tool_call_id": "x"}, "", "tool_call_id is for messages of role 'tool'"),
+    # Names, and what clients send beside the sampling parameters
+    chat({"foo": 1}, "foo", "Unknown parameter: 'foo'"),
+    chat({"foo": None}, "foo", "Unknown parameter: 'foo'"),
+    chat({"\ud800": True}, "\\ud800", "Unknown parameter"),
+    chat({"echo": True}, "echo", "Unknown parameter: 'echo'"),
+    chat({"stream_options": {"y": 1, "x": 1}, "stream": True}, "stream_options.y", "Unknown parameter"),
+    chat({"functions": []}, "functions", "Unsupported parameter: 'functions' (give tools, in chats)"),
+    chat({"reasoning_effort": "low"}, "reasoning_effort", "(use chat_template_kwargs, such as {"),
+    chat({"metadata": {"\ud800": 1}}, "metadata.\ufffd\ufffd\ufffd", "a text, not 1"),
+    chat({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16 entries, not 17"),
+    chat({"service_tier": "flex"}, "service_tier", "must be 'auto' or 'default'"),
+    chat({"store": True}, "store", "must be False"),
+    chat({"stream": "yes"}, "stream", "must be true or false, not 'yes'"),
+    chat({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    chat({"chat_template_kwargs": {"no": 1}}, "chat_template_kwargs", "no such variable"),
+    # Tools
+    chat({"tools": []}, "tools", "must be a list of at least one tool, not []"),
+    chat({"tools": [TOOL]}, "tools", "this engine's chat template has no place for them; leave them out"),
+    chat({"tools": [TOOL, TOOL]}, "tools[1].function.name", "'f' is there twice; rename one of the two"),
+    chat({"tools": [{"type": "custom"}]}, "tools[0]", "{'type': 'function', 'function': {...}}; found 'custom'"),
+    chat({"tool_choice": "auto"}, "tool_choice", "needs tools; give them, or leave tool_choice out"),
+    chat({"parallel_tool_calls": True}, "parallel_tool_calls", "needs tools"),
+    # Sampling parameters: what the server adds to the rules of SamplingParams
+    chat({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
+    chat({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ; give one"),
+    chat({"max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
+    chat({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "above max_tokens (5)"),
+    chat({"method": "\ud800"}, "method", "not '\\ud800'"),
+    chat({"method": "draft-model"}, "method", "drafter"),
+    chat({"method": "ar", "tree_budget": 4}, "method", "drafts nothing"),
+    chat({"tree_budget": 10**6}, "tree_budget", "above this engine's"),
+    chat({"logit_bias": {"999999": 1}}, "logit_bias", "outside the vocabulary"),
+    chat({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries, not 301"),
+    chat({"stop": ["a", 5]}, "stop.1", "must be a text"),
+    chat({"stop": ["x"] * 17}, "stop", "at most 16"),
+    chat({"stop": "x" * 257}, "stop", "at most 256"),
+    chat({"stop_token_ids": [5] * 65}, "stop_token_ids", "at most 64"),
+    chat({"stop_token_ids": [999_999]}, "stop_token_ids", "outside the vocabulary"),
+    chat({"logprobs": 3}, "logprobs", "must be true or false"),
+    chat({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
+    prompt({"logprobs": True}, "logprobs", "must be an integer"),
+    # Constraints on the output
+    chat({"response_format": {"type": "xml"}}, "response_format", "must be one of text, json_object, json_schema"),
+    chat({"response_format": {"type": "json_schema"}}, "response_format", "must be an object with a schema"),
+    chat(
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "JSON object or"
+    ),
+    chat({"guided_json": "{"}, "guided_json", "is not JSON"),
+    chat({"guided_json": {"type": "nope"}}, "guided_json", "Invalid type: nope"),
+    chat({"guided_json": {"not": {}}}, "guided_json", 'Unimplemented keys: ["not"]'),
+    chat({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "Pointer '/nowhere' does not exist"),
+    chat({"guided_json": False}, "guided_json", "schema is false"),
+    chat({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    chat({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+    chat({"guided_regex": "a", "guided_json": {}}, "guided_regex", "is a second constraint"),
+    chat({"guided_regex": 5}, "guided_regex", "must be a text"),
+    chat({"guided_grammar": "start: ("}, "guided_grammar", "Expected token ')'"),
+    chat({"guided_choice": []}, "guided_choice", "exactly one of"),
+    chat({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json_schema and regex"),
+    chat({"structured_outputs": {"xml": "a"}}, "structured_outputs", "unknown name 'xml'"),
+    # Prompts
+    (COMPLETIONS, {}, "prompt", "Missing required parameter: 'prompt'"),
+    prompt({"prompt": ""}, "prompt", "has no tokens"),
+    prompt({"prompt": []}, "prompt", "has no tokens"),
+    prompt({"prompt": 5}, "prompt", "a list of token ids"),
+    prompt({"prompt": ["a", [1]]}, "prompt", "all texts or all lists"),
+    prompt({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
+    prompt({"prompt": [999_999]}, "prompt", "outside the vocabulary"),
+    prompt({"prompt": [-1]}, "prompt", "outside the vocabulary"),
+    prompt({"prompt": "\udfff"}, "prompt", "half of a surrogate pair"),
+    prompt({"suffix": "y"}, "suffix", "does not fill in the middle"),
+    prompt({"best_of": 2}, "best_of", "Unsupported parameter"),
+    prompt({"messages": []}, "messages", "Unknown parameter"),
+    prompt({"prompt": ["x"] * 2049}, "prompt", "at most 2048 prompts in one request, not 2049"),
+    prompt({"prompt": ["x"] * 265}, "prompt", "265 completions in one request; at most 264"),
+    prompt({"prompt": ["x"] * 89, "n": 3}, "prompt", "267 completions in one request; at most 264"),
+    # Tokens, and the playground
+    (TOKENIZE, {}, "prompt", "one of prompt and messages"),
+    (TOKENIZE, {"prompt": "x", **USER}, "prompt", "one of prompt and messages"),
+    (TOKENIZE, {"prompt": "x", "tools": [TOOL]}, "messages", "need messages"),
+    (TOKENIZE, {"prompt": "x", "add_special_tokens": True}, "add_special_tokens", "must be False"),
+    (TOKENIZE, {**USER, "chat_template_kwargs": {"no": 1}}, "chat_template_kwargs", "no such variable"),
+    (TOKENIZE, {"prompt": "\ud800"}, "prompt", "surrogate"),
+    (TOKENIZE, {"prompt": "x" * 200_000}, "prompt", "200000 characters"),
+    (DETOKENIZE, {"tokens": [5, -1]}, "tokens", "token id -1 is outside the vocabulary"),
+    (DETOKENIZE, {"tokens": [10**400]}, "tokens", "outside the vocabulary"),
+    (DETOKENIZE, {"tokens": "5"}, "tokens", "must be a list"),
+    (ROUNDS, {**USER, "method": "wish"}, "method", "must be auto or one of"),
+    (ROUNDS, {**USER, "n": 2}, "n", "must be 1"),
+    (ROUNDS, {**USER, "tools": [TOOL]}, "tools", "should be None"),
+    (ROUNDS, {"messages": []}, "messages", "at least 1 item"),
+    (ROUNDS, {**USER, "tree_budget": -1}, "tree_budget", "an integer at least 0"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "text"),
-    [(CHAT, *row) for row in WRONG_CHATS] + [(COMPLETIONS, *row) for row in WRONG_COMPLETIONS],
-    ids=lambda value: repr(value)[:50] if isinstance(value, dict) else "",
+    ("path", "body", "param", "text"), WRONG, ids=lambda value: repr(value)[:50] if isinstance(value, dict) else ""
 )
 def test_wrong_parameters_are_refused_by_name(
-    server: ThreadServer, path: str, body: dict[str, Any], param: str | None, text: str
+    server: ThreadServer, path: str, body: dict[str, Any], param: str, text: str
 ) -> None:
     # Python's own JSON, which has NaN and lone surrogates, as a careless client might send it.
-    content = json.dumps(body)
-    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    response = server.http.post(path, content=json.dumps(body), headers=JSON)
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert error["param"] == param and text in error["message"], error
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
+def test_one_request_may_not_fill_more_than_the_queue(guarded: ThreadServer) -> None:
+    response = guarded.http.post(COMPLETIONS, json={"prompt": ["x"] * 5, "n": 3})
+    assert response.status_code == 400 and "15 completions in one request; at most 12" in response.text
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"", None),
         (b"{", "invalid_json"),
         (b'{"messages": [}', "invalid_json"),
-        (b"\xff\xfe", None),
-        (b"[1, 2]", None),
-        (b'"text"', None),
-        (b"null", None),
-        (b'{"\\ud800": 1}', None),
-        (b"[" * 100_000, None),
-        (b'{"max_tokens": ' + b"9" * 5000 + b"}", None),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "invalid_json"),
+        *((content, None) for content in (b"", b"\xff\xfe", b"[1, 2]", b'"text"', b"null")),
+        *((content, None) for content in (b'{"\\ud800": 1}', b"[" * 100_000)),
     ],
 )
 def test_bodies_that_are_not_requests(server: ThreadServer, content: bytes, code: str | None) -> None:
     for path in (CHAT, COMPLETIONS):
-        response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+        response = server.http.post(path, content=content, headers=JSON)
         assert response.status_code == 400, response.text
         error = error_of(response)
-        assert error["type"] == "invalid_request_error"
-        assert code is None or error["code"] == code
+        assert error["type"] == "invalid_request_error" and error["code"] == (code or error["code"])
 
 
 def test_a_forgotten_content_type_is_explained(server: ThreadServer) -> None:
-    response = server.http.post(CHAT, content=json.dumps(USER), headers={"Content-Type": "text/plain"})
-    assert response.status_code == 400
-    assert "Content-Type: application/json" in error_of(response)["message"]
+    for kind, status in (("text/plain", 400), ("application/json; charset=utf-8", 200), ("application/x+json", 200)):
+        content = json.dumps({**USER, "max_tokens": 1})
+        response = server.http.post(CHAT, content=content, headers={"Content-Type": kind})
+        assert response.status_code == status
+        assert status == 200 or "Content-Type: application/json" in error_of(response)["message"]
 
 
 def test_wrong_paths_methods_and_models(server: ThreadServer) -> None:
+    elsewhere = {"Host": "elsewhere.example"}
     for response, status in (
-        (server.http.get("/v1/nothing"), 404),
-        (server.http.get("/nothing"), 404),
-        (server.http.get(CHAT), 405),
-        (server.http.delete("/health"), 405),
-        (server.http.get("/metrics/"), 404),  # and no redirect to what the Host header says
-        (server.http.get("/health/", headers={"Host": "elsewhere.example"}), 404),
-        (server.chat(model="gpt-4o"), 404),
-        (server.chat(model="\ud800"[:0] + "ü/ö"), 404),
+        *((server.http.get(path), 404) for path in ("/v1/nothing", "/nothing", "/metrics/", "/v1/models/ü/ö")),
+        (server.http.get("/health/", headers=elsewhere), 404),  # and no redirect to what the Host header says
+        *((server.http.get(CHAT), 405), (server.http.delete("/health"), 405)),
+        *((server.chat(model="gpt-4o"), 404), (server.chat(model="ü/ö"), 404)),
+        (server.http.post(TOKENIZE, json={"prompt": "x", "model": "gpt-4o"}), 404),
     ):
         assert response.status_code == status
         assert error_of(response)["type"] == "invalid_request_error"
@@ -203,24 +238,22 @@ def test_prompts_that_are_too_long_are_refused_with_numbers(server: ThreadServer
     assert fits.status_code == 200 and fits.json()["usage"]["total_tokens"] == limit
 
 
-def test_bodies_that_are_too_large_are_refused(server: ThreadServer) -> None:
-    large = json.dumps({"prompt": "x" * (N + 100)}).encode()
-    for content in (large, iter([large[:150_000], large[150_000:]])):  # told beforehand, and found out on the way
-        response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
-        assert response.status_code == 413
-        assert f"{N} bytes" in error_of(response)["message"]
-    assert server.chat(max_tokens=2).status_code == 200
-
-
-def test_refusals_reach_the_official_client_as_its_exceptions(server: ThreadServer) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError) as error:
-            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], temperature=-1)
-        assert error.value.param == "temperature" and error.value.code == "invalid_value"
-        with pytest.raises(openai.BadRequestError, match="tools"):
-            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[])
-        with pytest.raises(openai.BadRequestError, match="top_k"):  # a stream is refused before it begins
-            client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"top_k": -1})
+def test_refusals_reach_the_official_client_as_its_exceptions(client: openai.OpenAI) -> None:
+    chats, hello = client.chat.completions, USER["messages"]
+    with pytest.raises(openai.BadRequestError) as error:
+        chats.create(model="tiny", messages=hello, temperature=-1)
+    assert error.value.param == "temperature" and error.value.code == "invalid_value"
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        chats.create(model="tiny", messages=hello, tools=[])
+    with pytest.raises(openai.BadRequestError, match="top_k"):  # a stream is refused before it begins
+        client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"top_k": -1})
+    with pytest.raises(openai.BadRequestError, match="use chat_template_kwargs, such as"):
+        chats.create(model="tiny", messages=hello, reasoning_effort="low")
+    with pytest.raises(openai.NotFoundError, match="no Responses API; use POST /v1/chat/completions"):
+        client.responses.create(model="tiny", input="x")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.models.retrieve("gpt-4o")
+    assert missing.value.code == "model_not_found"
 
 
 def test_the_description_names_what_the_endpoints_take(server: ThreadServer) -> None:
@@ -233,91 +266,103 @@ def test_the_description_names_what_the_endpoints_take(server: ThreadServer) -> 
     assert all(ref in schemas for ref in re.findall(r"#/components/schemas/(\w+)", text))
 
 
-def test_the_api_key_is_asked_for(tiny_engine: Path) -> None:
-    with thread_server(tiny_engine, api_key=KEY) as server:
-        assert server.chat(max_tokens=2).status_code == 200
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer ü"}):
-            raw: dict[Any, Any] = {k: v.encode() for k, v in headers.items()}
+def test_the_api_key_is_asked_for(guarded: ThreadServer) -> None:
+    key = guarded.http.headers["authorization"].removeprefix("Bearer ")
+    assert guarded.chat(max_tokens=2).status_code == 200
+    refused = 'ddtree_requests_refused_total{status="401"}'
+    with httpx.Client(base_url=guarded.url, timeout=WAIT_S) as stranger:
+        before = metrics(stranger).get(refused, 0)  # as /health, without a key
+        for given in (None, b"Bearer wrong", key.encode(), b"Bearer \xc3\xbc"):
+            headers = {} if given is None else {b"Authorization": given}
             for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nothing")):
-                with httpx.Client(base_url=server.url, timeout=WAIT_S) as stranger:
-                    response = stranger.request(method, path, headers=raw)
+                response = stranger.request(method, path, headers=headers)
                 assert response.status_code == 401
-                assert error_of(response)["code"] == "invalid_api_key" and KEY not in response.text
-        with httpx.Client(base_url=server.url, timeout=WAIT_S) as stranger:
-            assert stranger.get("/health").status_code == 200
-            assert metrics(stranger)['ddtree_requests_refused_total{status="401"}'] == 16
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
-        with client, pytest.raises(openai.AuthenticationError):
-            client.models.list()
+                assert error_of(response)["code"] == "invalid_api_key" and key not in response.text
+        assert stranger.get("/health").status_code == 200
+        assert metrics(stranger)[refused] == before + 16
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
 
 
 # Bodies that are small and become large: refused before they do, at the first thing that is wrong.
 
+
+def test_bodies_that_are_too_large_are_refused(guarded: ThreadServer) -> None:
+    large = json.dumps({"prompt": "x" * 300_000}).encode()
+    for content in (large, iter([large[:150_000], large[150_000:]])):  # told beforehand, and found out on the way
+        response = guarded.http.post(COMPLETIONS, content=content, headers=JSON)
+        assert response.status_code == 413
+        assert "200000 bytes" in error_of(response)["message"]
+    assert guarded.chat(max_tokens=2).status_code == 200
+
+
 N = 4 << 20  # bytes, the default limit of a body
-X = '{"role": "user", "content": "x"}'
+LONG = "k" * (N - 100)
+
+
+def chat_with(**fields: str) -> str:
+    """A body with these fields, as JSON."""
+    given = {"messages": '[{"role": "user", "content": "x"}]', **fields}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in given.items()) + "}"
 
 
 def names(count: int) -> str:
-    """Members of an object."""
-    return ",".join(f'"{i}":1' for i in range(count))
+    """An object."""
+    return "{" + ",".join(f'"{i}":1' for i in range(count)) + "}"
+
+
+def several(value: str, count: int) -> str:
+    """A list, which ends with a number."""
+    return f"[{f'{value},' * count}5]"
 
 
 COMPLEX = {
-    "wrong messages": (f'{{"messages": [{"5," * (N // 2 - 20)}5]}}', "at most 262144"),
-    "messages of a wrong type": (f'{{"messages": [{"5," * 200_000}5]}}', "'messages.0'"),
-    "empty messages": (f'{{"messages": [{"{}," * 100_000}5]}}', "'messages.0.role'"),
-    "unknown names": (f"{{{names(200_000)}}}", "200000 texts and keys"),
-    "fewer of them": (f"{{{names(40_000)}}}", "Unknown parameter: '0'"),
-    "unknown names of a message": (
-        f'{{"messages": [{{{names(40_000)}}}]}}',
-        "Unknown parameter: 'messages.0.0'",
-    ),
-    "a long name": (f'{{"messages": [{X}], "{"k" * (N - 100)}": 1}}', "Unknown parameter: 'kkkk"),
-    "a long name of a model": (f'{{"messages": [{X}], "model": "{"k" * (N - 100)}"}}', "does not exist here"),
-    "a long value": (f'{{"messages": [{X}], "stream": "{"k" * (N - 100)}"}}', "must be true or false, not 'kkkk"),
-    "a long method": (f'{{"messages": [{X}], "method": "{"k" * (N - 100)}"}}', "not 'kkkk"),
-    "a long role": (f'{{"messages": [{{"role": "{"k" * (N - 100)}", "content": "x"}}]}}', "messages.0.role"),
-    "a long part": (f'{{"messages": [{{"role": "user", "content": ["{"k" * (N - 100)}"]}}]}}', "not 'kkkk"),
-    "a long token": (f'{{"messages": [{X}], "logit_bias": {{"{"k" * (N - 100)}": 1}}}}', "must be an integer"),
+    "wrong messages": (chat_with(messages=several("5", N // 2 - 20)), "at most 262144"),
+    "messages of a wrong type": (chat_with(messages=several("5", 200_000)), "'messages.0'"),
+    "empty messages": (chat_with(messages=several("{}", 100_000)), "'messages.0.role'"),
+    "unknown names": (names(200_000), "200000 texts and keys"),
+    "fewer of them": (names(40_000), "Unknown parameter: '0'"),
+    "unknown names of a message": (chat_with(messages=f"[{names(40_000)}]"), "Unknown parameter: 'messages.0.0'"),
+    "a long name": (chat_with(**{LONG: "1"}), "Unknown parameter: 'kkkk"),
+    "a long name of a model": (chat_with(model=f'"{LONG}"'), "does not exist here"),
+    "a long value": (chat_with(stream=f'"{LONG}"'), "must be true or false, not 'kkkk"),
+    "a long method": (chat_with(method=f'"{LONG}"'), "not 'kkkk"),
+    "a long role": (chat_with(messages=f'[{{"role": "{LONG}", "content": "x"}}]'), "messages.0.role"),
+    "a long part": (chat_with(messages=f'[{{"role": "user", "content": ["{LONG}"]}}]'), "not 'kkkk"),
+    "a long token": (chat_with(logit_bias=f'{{"{LONG}": 1}}'), "must be an integer"),
     "nesting": (f'{{"messages": {"[" * (N // 4)}', "at most 262144"),
     "less nesting": (f'{{"messages": {"[" * 33}{"]" * 33}}}', "34 levels of nesting; this server takes at most 32"),
     "brackets in a text": (f'{{"messages": "{"[" * 1000}{chr(92) * 2}{chr(92)}"{"{" * 1000}"}}', "not '[[["),
     "many quotes": ('{"a":"' * 300_000, "texts and keys"),
-    "digits": (f'{{"messages": [{X}], "seed": {"9" * (N - 100)}}}', "too many digits"),
-    "biases": (f'{{"messages": [{X}], "logit_bias": {{{names(40_000)}}}}}', "at most 300 entries"),
-    "wrong stops": (f'{{"messages": [{X}], "stop": [{"5," * 200_000}5]}}', "at most 16 entries"),
-    "wrong parts": (f'{{"messages": [{{"role": "user", "content": [{"5," * 200_000}5]}}]}}', "not 5"),
+    "digits": (chat_with(seed="9" * (N - 100)), "too many digits"),
+    "biases": (chat_with(logit_bias=names(40_000)), "at most 300 entries"),
+    "wrong stops": (chat_with(stop=several("5", 200_000)), "at most 16 entries"),
+    "wrong parts": (chat_with(messages=f'[{{"role": "user", "content": {several("5", 200_000)}}}]'), "not 5"),
 }
 
 
 @pytest.mark.parametrize(("body", "text"), COMPLEX.values(), ids=COMPLEX.keys())
 def test_a_wrong_body_below_the_limit_is_refused_briefly(server: ThreadServer, body: str, text: str) -> None:
     assert len(body) <= N
-    response = server.http.post(CHAT, content=body.encode(), headers={"Content-Type": "application/json"})
+    response = server.http.post(CHAT, content=body.encode(), headers=JSON)
     assert response.status_code in (400, 404), response.text[:300]
     error = response.json()["error"]
     assert text in error["message"], error["message"][:300]
     assert len(response.content) < 2000 and len(error["param"] or "") <= 200
-
-
-def test_checking_ends_at_the_first_complaint() -> None:
-    for body, _ in COMPLEX.values():
-        try:
-            ChatRequest.model_validate(json.loads(body))
-        except pydantic.ValidationError as error:
-            assert error.error_count() < 50
-        except (ValueError, RecursionError):  # what is refused before
-            pass
+    try:
+        ChatRequest.model_validate(json.loads(body))
+    except pydantic.ValidationError as found:
+        assert found.error_count() < 50, "checking ends at the first complaint"
+    except (ValueError, RecursionError):  # what is refused before
+        pass
 
 
 def test_brackets_and_quotes_within_texts_do_not_count() -> None:
     """Texts are told from the rest by their quotes, escaped ones left out."""
+    deep = json.loads("[" * 33 + "]" * 33)
     for text in ('a"b', "a\\", '\\"', '"' * 9, "[{,", '\\\\"[', "\u0022["):
         body = json.dumps({"prompt": [text] * 3, "stop": text}).encode()
         assert parse(body, CompletionRequest).prompt == [text] * 3
         with pytest.raises(ApiError, match="levels of nesting"):
-            parse(json.dumps({text: nested(33)}).encode(), CompletionRequest)
-
-
-def nested(levels: int) -> list[Any]:
-    return [nested(levels - 1)] if levels > 1 else []
+            parse(json.dumps({text: deep}).encode(), CompletionRequest)

@@ -15,7 +15,7 @@ from ddtree_trt.build.checkpoint.gguf.vocabulary import read_vocabulary
 from ddtree_trt.build.checkpoint.growth import check_growth
 from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.reading import Fields, Source, read_json
+from ddtree_trt.reading import Fields, Source, read_object
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # Qwen3's has 11 MB, the largest published ones some 40
@@ -67,11 +67,10 @@ def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
     """
     advice = "fetch the tokenizer again, that of the target"
     source = Source(str(checkpoint), CheckpointError, advice)
-    path = copied / _VOCABULARY
     rules = Source(str(checkpoint / _VOCABULARY), CheckpointError, advice)
-    found = read_json(path, rules, max_bytes=_MAX_TOKENIZER_BYTES)
-    for part in ("normalizer", "decoder") if isinstance(found, dict) else ():  # before a library applies them
-        check_growth(Fields(found, rules), part)
+    fields = Fields(read_object(copied / _VOCABULARY, rules, max_bytes=_MAX_TOKENIZER_BYTES), rules)
+    for part in ("normalizer", "decoder"):  # before a library applies them
+        check_growth(fields, part)
     tokenizer = load_tokenizer(copied, source)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= vocab_size:

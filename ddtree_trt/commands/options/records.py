@@ -14,7 +14,7 @@ import typer
 
 from ddtree_trt.commands.options.sampling import SAMPLING_OPTIONS, take_sampling
 from ddtree_trt.errors import UsageError
-from ddtree_trt.records import Option, options
+from ddtree_trt.records import Option, flag_of, options
 
 _Command = Callable[..., None]
 SAMPLING = "sampling"  # the argument of a command for the sampling parameters
@@ -66,7 +66,7 @@ def _rows(record: type, wanted: Sequence[str] | None) -> list[tuple[str, Option,
 
 
 def _parameter(name: str, found: Option, kind: Any, default: Any, optional: bool) -> inspect.Parameter:
-    flag = found.flag or f"--{name.replace('_', '-')}"
+    flag = flag_of(name, found)
     kinds = get_args(kind) or (kind,)
     switch = bool in kinds
     if switch and default is not False:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.runtime.submission import Submission, iterate_parts
-from ddtree_trt.serve.errors import SERVER, ApiError, as_api_error
+from ddtree_trt.serve.errors import ApiError, as_api_error
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.service import Service
 
@@ -46,7 +46,7 @@ def new_id(prefix: str) -> str:
 def finish_reason(reason: str | None) -> str | None:
     """The reason in OpenAI's terms. Raises ApiError for "abort", which happens when the server ends the request."""
     if reason == "abort":
-        raise ApiError(503, "the request was ended by the server", kind=SERVER, code="aborted")
+        raise ApiError(503, "the request was ended by the server", code="aborted")
     return reason
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from itertools import accumulate
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from ddtree_trt.serve.errors import ApiError, invalid_body, invalid_json
+from ddtree_trt.errors import shown
+from ddtree_trt.reading import problem_of
+from ddtree_trt.serve.errors import ApiError, cut, invalid
+from ddtree_trt.serve.openai.protocol import UNKNOWN
 
 MAX_VALUES = 1 << 18  # numbers, texts, lists and objects of one body: a prompt of token ids is a value per token
 MAX_STRINGS = 50_000  # texts and keys among them: a message has four
@@ -23,6 +28,7 @@ MAX_DEPTH = 32
 _INLINE_BYTES = 64 << 10  # a body of this size is parsed in less time than a thread takes to start
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
+_NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -31,10 +37,8 @@ async def read(request: Request, model: type[Model]) -> Model:
     """The request's body as `model`. Raises ApiError for an invalid body."""
     body = await request.body()  # whole, before any answer: a client that is still sending might not see it
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type != "application/json" and not (
-        media_type.startswith("application/") and media_type.endswith("+json")
-    ):
-        raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    if not re.fullmatch(r"application/(.+\+)?json", media_type):
+        raise ApiError(400, _NO_OBJECT)
     if len(body) <= _INLINE_BYTES:
         return parse(body, model)
     return await asyncio.to_thread(parse, body, model)
@@ -45,18 +49,34 @@ def parse(body: bytes, model: type[Model]) -> Model:
     _check_structure(body)
     try:
         data = json.loads(body.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise invalid_json(f"byte {error.start} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise invalid_json(f"{error.msg} at character {error.pos}") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise invalid_json("a number has too many digits") from error
+    except ValueError as error:
+        problem = "a number has too many digits"
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"byte {error.start} is not UTF-8"
+        elif isinstance(error, json.JSONDecodeError):
+            problem = f"{error.msg} at character {error.pos}"
+        raise ApiError(400, f"the body is not valid JSON: {problem}", code="invalid_json") from error
     if not isinstance(data, dict):
-        raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+        raise ApiError(400, _NO_OBJECT)
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise invalid_body(error.errors(include_url=False)[0]) from error
+        raise _invalid(error.errors(include_url=False)[0]) from error
+
+
+def _invalid(error: ErrorDetails) -> ApiError:
+    """The answer to an error of pydantic's, with the name of the parameter."""
+    kind, loc = error["type"], [str(part) for part in error["loc"] if part != "[key]"]
+    if kind in UNKNOWN:
+        loc.append(error["ctx"]["name"])
+    param = cut(".".join(loc))
+    if kind == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
+    if kind in UNKNOWN:
+        reason = error["msg"] and f" ({error['msg']})"
+        message = f"{'Unsupported' if reason else 'Unknown'} parameter: '{param}'{reason}"
+        return ApiError(400, message, param=param, code=kind)
+    return invalid(f"Invalid '{param}': {problem_of(error, shown, 'not')}", param)
 
 
 def _check_structure(body: bytes) -> None:

@@ -79,10 +79,18 @@ def _prompts(value: Any) -> Any:
     return prompts
 
 
-def _check_metadata(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"at most {MAX_METADATA} entries, not {len(value)}")
-    return value
+def _at_most(count: int, characters: int = MAX_STOP_CHARACTERS) -> BeforeValidator:
+    """Limits a list before its entries are checked. Every stop string is compared with the text at every token."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"at most {count} entries, not {len(value)}")
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and len(text) > characters for text in texts):
+            raise ValueError(f"at most {characters} characters in a text")
+        return value
+
+    return BeforeValidator(check)
 
 
 class _Strict(BaseModel):
@@ -125,7 +133,7 @@ class _GenerationRequest(_Strict):
 
     # The client's bookkeeping, which changes no answer.
     user: str | None = None
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata)] = None
+    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
@@ -145,20 +153,6 @@ class _GenerationRequest(_Strict):
         fields |= dict(zip(ALIASES, ALIASES, strict=True))
         given = {name: getattr(self, field) for name, field in fields.items() if field is not None}
         return {name: value for name, value in given.items() if value is not None}
-
-
-def _at_most(count: int, characters: int = MAX_STOP_CHARACTERS) -> BeforeValidator:
-    """Limits a list before its entries are checked. Every stop string is compared with the text at every token."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"must have at most {count} entries")
-        texts = value if isinstance(value, list) else [value]
-        if any(isinstance(text, str) and len(text) > characters for text in texts):
-            raise ValueError(f"must have texts of at most {characters} characters")
-        return value
-
-    return BeforeValidator(check)
 
 
 _LIMITS = {"stop": _at_most(MAX_STOPS), "stop_token_ids": _at_most(MAX_STOP_TOKENS), "logit_bias": _at_most(MAX_BIASES)}

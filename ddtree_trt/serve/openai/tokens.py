@@ -5,15 +5,9 @@ from __future__ import annotations
 import codecs
 from functools import lru_cache
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from ddtree_trt.runtime.text.codec import INCOMPLETE, TextCodec
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable characters byte-level BPE spells bytes with (GPT-2's table): bytes that are printable in Latin-1
-    stand for themselves, the others follow from U+0100 on in rising order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    rest = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
 
 
 class TokenTexts:
@@ -25,7 +19,7 @@ class TokenTexts:
         self._special = frozenset(codec.tokenizer.all_special_ids)
         backend = getattr(codec.tokenizer, "backend_tokenizer", None)
         byte_level = backend is not None and type(backend.decoder).__name__ == "ByteLevel"
-        self._alphabet = _byte_alphabet() if byte_level else {}
+        self._bytes_of = {c: b for b, c in bytes_to_unicode().items()} if byte_level else {}
         self.of = lru_cache(maxsize=1 << 16)(self._of)
 
     def _of(self, token: int) -> tuple[str, bytes | None]:
@@ -40,10 +34,10 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
     def _bytes(self, token: int) -> bytes | None:
-        if self._alphabet and token not in self._added:
+        if self._bytes_of and token not in self._added:
             spelled = self._codec.tokenizer.convert_ids_to_tokens(token)
-            if spelled is not None and all(c in self._alphabet for c in spelled):
-                return bytes(self._alphabet[c] for c in spelled)
+            if spelled is not None and all(c in self._bytes_of for c in spelled):
+                return bytes(self._bytes_of[c] for c in spelled)
         text = self._codec.decode([token], skip_special_tokens=False)
         return None if INCOMPLETE in text else text.encode()
 

@@ -9,33 +9,19 @@ from typing import Any
 import pytest
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
-from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "targets"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def published(name: str) -> dict[str, Any]:
     """The config.json of a target as the hub has it."""
-    config: dict[str, Any] = json.loads((FIXTURES / f"{name}.json").read_text())
+    config: dict[str, Any] = json.loads((FIXTURES / "targets" / f"{name}.json").read_text())
     return config
 
 
 QWEN3_8B = published("qwen3-8b")
-DFLASH_8B: dict[str, Any] = {
-    **{name: value for name, value in QWEN3_8B.items() if name != "torch_dtype"},
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16",
-    "layer_types": ["full_attention"] * 5,
-    "max_window_layers": 5,
-    "num_hidden_layers": 5,
-    "num_target_layers": 36,
-    "transformers_version": "4.57.3",
-}
-DFLASH_4B = {**DFLASH_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+DFLASH: dict[str, Any] = json.loads((FIXTURES / "drafters" / "zlab-qwen3-4b-dflash.json").read_text())["config"]
 
 
 def read(path: Path, config: dict[str, Any]) -> ModelConfig:
@@ -74,35 +60,15 @@ def test_published_targets(
     assert found.tied == config["tie_word_embeddings"] and found.stop_token_ids
 
 
-@pytest.mark.parametrize("config", [DFLASH_8B, DFLASH_4B])
-def test_published_drafters(tmp_path: Path, config: dict[str, Any]) -> None:
-    dims = read(tmp_path, config).dims
-    assert isinstance(dims, DFlashDims)
-    assert (dims.block_size, dims.mask_token_id, dims.num_target_layers, dims.num_layers) == (16, 151669, 36, 5)
-    assert dims.tap_layers == (1, 9, 17, 25, 33)
-
-
-def test_every_base_field_of_transformers_4(tmp_path: Path) -> None:
-    """A configuration that was saved whole by an older version: its base class had the parameters of generation."""
-    legacy = {
-        "_name_or_path": "x", "return_dict": True, "output_hidden_states": False, "torchscript": False,
-        "is_decoder": False, "pruned_heads": {}, "tie_encoder_decoder": False, "is_encoder_decoder": False,
-        "add_cross_attention": False,
-        "cross_attention_hidden_size": None, "max_length": 20, "temperature": 1.0, "top_k": 50, "bad_words_ids": None,
-        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "chunk_size_feed_forward": 0, "tokenizer_class": None,
-    }  # fmt: skip
-    read(tmp_path, {**QWEN3_8B, **legacy})
-
-
 def test_a_value_that_changes_nothing_is_accepted(tmp_path: Path) -> None:
-    section = {**DFLASH_8B["dflash_config"], "causal": False, "causal_head": False, "sample_from_anchor": False}
+    section = {**DFLASH["dflash_config"], "causal": False, "causal_head": False, "sample_from_anchor": False}
     neutral = {
         "is_causal": False,
         "draft_vocab_size": 151936,
         "final_logit_softcapping": None,
         "output_multiplier": 1.0,
     }
-    read(tmp_path, {**DFLASH_8B, **neutral, "dflash_config": section})
+    read(tmp_path, {**DFLASH, **neutral, "dflash_config": section})
     read(tmp_path, {**QWEN3_8B, "is_causal": True, "mlp_bias": False, "head_chunks": None})
 
 
@@ -125,24 +91,22 @@ def test_a_field_that_is_null_is_not_set(tmp_path: Path, name: str) -> None:
         {"rope_scaling": {"rope_type": "default", "factor": 1.0}},
         {"mlp_only_layers": [], "output_router_logits": False, "norm_topk_prob": False},
         {"sliding_window": 0, "use_sliding_window": False},
+        {  # what the base class of transformers 4 had, saved whole
+            "_name_or_path": "x", "return_dict": True, "output_hidden_states": False, "torchscript": False,
+            "is_decoder": False, "pruned_heads": {}, "tie_encoder_decoder": False, "is_encoder_decoder": False,
+            "add_cross_attention": False, "cross_attention_hidden_size": None, "max_length": 20, "temperature": 1.0,
+            "top_k": 50, "bad_words_ids": None, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+            "chunk_size_feed_forward": 0, "tokenizer_class": None,
+        },
     ],
-)
+)  # fmt: skip
 def test_harmless_fields_change_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert read(tmp_path, {**QWEN3_8B, **changes}) == read(tmp_path, QWEN3_8B)
 
 
-def test_block_size_in_either_place(tmp_path: Path) -> None:
-    inside = {**DFLASH_8B["dflash_config"], "block_size": 16}
-    moved = {name: value for name, value in DFLASH_8B.items() if name != "block_size"} | {"dflash_config": inside}
-    assert (
-        read(tmp_path, moved).dims == read(tmp_path, DFLASH_8B).dims == read(tmp_path, moved | {"block_size": 16}).dims
-    )
-    assert "block_size is 8, but 16 in dflash_config: which is it?" in refusal(tmp_path, moved | {"block_size": 8})
-
-
 def test_a_flat_drafter_is_no_language_model(tmp_path: Path) -> None:
     """DeepSpec's: what DFlash has in a section of its own, beside the fields of Qwen3."""
-    flat = {**DFLASH_8B, "target_layer_ids": [1, 9], "mask_token_id": 151669, "markov_rank": 256}
+    flat = {**DFLASH, "target_layer_ids": [1, 9], "mask_token_id": 151669, "markov_rank": 256}
     del flat["dflash_config"], flat["architectures"]
     assert "block_size is 16, which is not implemented" in refusal(tmp_path, flat)
 
@@ -251,9 +215,9 @@ OTHER_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ("config", "changes", "message"),
     [
         *((QWEN3_8B, *case) for case in OTHER_TARGETS),
-        *((DFLASH_8B, *case) for case in OTHER_DRAFTERS),
+        *((DFLASH, *case) for case in OTHER_DRAFTERS),
         *(
-            (DFLASH_8B, {"dflash_config": {**DFLASH_8B["dflash_config"], **changes}}, message)
+            (DFLASH, {"dflash_config": {**DFLASH["dflash_config"], **changes}}, message)
             for changes, message in OTHER_SECTIONS
         ),
     ],

@@ -12,7 +12,8 @@ import pytest
 from checkpoints import edit_json, make_target, refusal
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
-from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.pair import check_pair
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
 
@@ -84,7 +85,11 @@ def test_a_value_may_stand_in_either_place(tmp_path: Path, name: str, field: str
         assert dims_of(tmp_path) == expected
     changed[field] = other
     config.write_text(json.dumps(changed))
-    assert "which is it?" in refusal(tmp_path) and field in refusal(tmp_path)
+    if field in ("block_size", "num_target_layers"):
+        found = f"{field} is {json.dumps(other)}, but {json.dumps(value)} in dflash_config: which is it?"
+    else:
+        found = f"dflash_config.{field} is {json.dumps(value)}, but {json.dumps(other)} in the file: which is it?"
+    assert found in refusal(tmp_path)
 
 
 # Causality and windows

@@ -23,7 +23,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.tree import token_chain
 
@@ -77,17 +77,13 @@ class Beside:
         log_probs, candidates = self.lowered.draft(slots, bonus=5)
         k = min(TREE_BUDGET, self.vocab)
         assert log_probs.shape[-1] == k and candidates.dtype == np.int32
-        everything = [DraftRequest(slot, 5, self.vocab, 1, refuse_to_draw) for slot in slots]
+        everything = [DraftRequest(slot, 5, self.vocab, 1) for slot in slots]
         for n, draft in enumerate(self.engine.draft(everything)):
             truth = np.empty_like(marginals(draft).log_probs)
             np.put_along_axis(truth, marginals(draft).token_ids, marginals(draft).log_probs, axis=-1)
             what = f"draft {n} of {len(slots)}"
             self.close(log_probs[n], marginals(draft).log_probs[:, :k], what)
             self.close(log_probs[n], np.take_along_axis(truth, candidates[n], axis=-1), f"{what}, by token")
-
-
-def refuse_to_draw(*_: object) -> DrawnFrom:
-    raise AssertionError("a block drafter draws nothing")
 
 
 @pytest.fixture(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target, make_variant, reading_variant
-from dflash_truth import refuse_to_draw
 from engine_builds import PACKAGED
 from fake_trt_engine import FORMS, Lowerings, Machine, generate, installed
 from fake_trt_engine import PROMPTS as PACKAGED_PROMPTS
@@ -119,7 +118,7 @@ def test_drafts_of_a_head_for_pairs(heads: Pair) -> None:
             engine.truncate(slot, 0)
             engine.prefill(slot, prompt, rows="none", taps=True)
     for slots in ((0, 1, 2), (1,), (0, 2), (2, 0, 1)):
-        requests = [DraftRequest(slot, 7 + slot, 5, 4, refuse_to_draw) for slot in slots]
+        requests = [DraftRequest(slot, 7 + slot, 5, 4) for slot in slots]
         for ours, theirs in zip(*(engine.draft(requests) for engine in engines), strict=True):
             found, expected = ours.candidates, theirs.candidates
             assert isinstance(found, Bilinear) and isinstance(expected, Bilinear)
