@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from contextlib import closing
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import in_this_process
+from engine_files import vouch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from scripted import make_manifest
 
-from ddtree_trt.artifact.files import MANIFEST
-from ddtree_trt.artifact.manifest import Limits, load_manifest
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import CheckSettings
@@ -82,8 +81,7 @@ def hopeful_engine(tiny_engine: Path, tmp_path: Path) -> Path:
     """The tiny engine, expected to be far better than it is."""
     directory = tmp_path / "engine"
     shutil.copytree(tiny_engine, directory)
-    manifest = dataclasses.replace(load_manifest(directory), golden_tau={"dflash": (50.0, 60.0), "ddtree": (0.5, 1.0)})
-    (directory / MANIFEST).write_text(manifest.to_json())
+    vouch(directory, golden_tau={"dflash": (50.0, 60.0), "ddtree": (0.5, 1.0)})
     return directory
 
 

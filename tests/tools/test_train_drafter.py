@@ -377,10 +377,7 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
     tokens, bonus, top = [5, 9, 40, 3, 77, 21], 13, 20
     engine.prefill(0, np.array(tokens, np.int64), rows="none", taps=True)
 
-    def refuse_to_draw(*_: object) -> Any:
-        raise AssertionError("a block drafter draws nothing")
-
-    (draft,) = engine.draft([DraftRequest(0, bonus, top, 1, refuse_to_draw)])
+    (draft,) = engine.draft([DraftRequest(0, bonus, top, 1)])
     answer = Answer([*tokens, bonus, 0], len(tokens), 0.0)
     values, indices = drafts(load_drafter(tmp_path / "best"), exact, answer, top, read_shortlist(tmp_path / "best"))
     assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target, make_variant, reading_variant
-from dflash_truth import DFlash, refuse_to_draw
+from dflash_truth import DFlash
 from drafter_dialects import SHAPE, VOCABULARY, make_dialect
 from engine_builds import PACKAGED, build_engine, build_torch_engine
 from fake_trt_engine import FORMS, build_trt_engine
@@ -150,7 +150,7 @@ class Pair:
         self.engine.truncate(slot, length)
 
     def drafted(self, bonus: int, slot: int = 0) -> Any:
-        return self.engine.draft([DraftRequest(slot, bonus, TOP_K, 1, refuse_to_draw)])[0].candidates
+        return self.engine.draft([DraftRequest(slot, bonus, TOP_K, 1)])[0].candidates
 
     def draft(self, slot: int = 0) -> None:
         """Every candidate of a draft, by rank and by token, is the plain statement's."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, make_pair
-from dflash_truth import refuse_to_draw
 from drafts import marginals
 from engine_builds import PACKAGED, build_engine
 from fake_trt_engine import (
@@ -145,7 +144,7 @@ class Both:
 
     def draft(self, *slots: int) -> None:
         """In one pass, with equally many new states and not."""
-        requests = [DraftRequest(slot, 7 + slot, self.vocab, 4, refuse_to_draw) for slot in slots]
+        requests = [DraftRequest(slot, 7 + slot, self.vocab, 4) for slot in slots]
         k = min(self.engine.limits.max_tree_budget, self.vocab)
         for n, (said, all_) in enumerate(zip(self.engine.draft(requests), self.other.draft(requests), strict=True)):
             found, expected, what = marginals(said), marginals(all_), f"draft {n} of {slots}"
