@@ -55,6 +55,7 @@ def parts(message: ChatMessage) -> tuple[Any, ...]:
     return message.reasoning_content, message.content, [(c.name, c.arguments) for c in message.tool_calls]
 
 
+Case = tuple[ToolFormat, str, str | None, list[tuple[str, str]]]  # a text, and the content and calls in it
 NO_CALLS: dict[str, tuple[ToolFormat, str]] = {
     "no call": (HERMES, "  Hello <tool> \n"),
     "nothing": (HERMES, ""),
@@ -68,7 +69,7 @@ NO_CALLS: dict[str, tuple[ToolFormat, str]] = {
     "a function without an end": (XML, "<function=f>\n<parameter=text>\nx"),
     "a tag alone": (XML, "<tool_call> and <function="),
 }
-CALLS_IN: dict[str, tuple[ToolFormat, str, str | None, list[tuple[str, str]]]] = {
+CALLS_IN: dict[str, Case] = {
     "one": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', None, [("f", '{"a": 1}')]),
     "no end of the tag": (HERMES, '<tool_call>{"name":"f","arguments":{}}', None, [("f", "{}")]),
     "half an end of the tag": (HERMES, '<tool_call>{"name":"f","arguments":{}}\n</tool_', None, [("f", "{}")]),
@@ -127,7 +128,7 @@ CALLS_IN: dict[str, tuple[ToolFormat, str, str | None, list[tuple[str, str]]]] =
     ),
     "no parameters": (XML, "<tool_call>\n<function=f>\n</function>\n</tool_call>", None, [("f", "{}")]),
 }
-CASES = {name: (tools, text, text, []) for name, (tools, text) in NO_CALLS.items()} | CALLS_IN
+CASES: dict[str, Case] = {name: (tools, text, text, []) for name, (tools, text) in NO_CALLS.items()} | CALLS_IN
 
 
 @pytest.mark.parametrize(("tools", "text", "content", "calls"), CASES.values(), ids=CASES)
