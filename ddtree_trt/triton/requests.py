@@ -1,6 +1,6 @@
 """Reading an inference request: tensors and parameters to a prompt and `SamplingParams`.
 
-Every input in the table of `inputs` is honoured, or has no effect by its value; none is dropped.
+Every input in the tables of `layouts` is honoured, or has no effect by its value; none is dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ddtree_trt.reading import Source, parse_json
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.names import STRUCTURED, without_aliases
 from ddtree_trt.runtime.structured.record import StructuredOutput
-from ddtree_trt.triton.inputs import FIELDS, ONLY, OTHERS
-from ddtree_trt.triton.settings import Layout
+from ddtree_trt.triton.layouts import TIMES, Layout
 
 Inputs = Mapping[str, NDArray[Any]]
 
@@ -28,7 +27,6 @@ _LONGEST_US = 10**15  # thirty years
 # Request parameters for the server or the client, not for the model.
 _RESERVED = {"id", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
 _LOG_PROBS = ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
-TIMES = ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns")
 # Optional output → the input that asks for it.
 _SWITCHES = {
     "num_input_tokens": "return_num_input_tokens",
@@ -79,11 +77,10 @@ def parse(
         requested: outputs the client listed, or all `declared` ones when it listed none.
     """
     for name, array in inputs.items():
-        if name in ONLY:
-            if not array.size or not all(value in ONLY[name] for value in _values(name, array)):
-                raise UsageError(f"{name} takes {' or '.join(map(repr, ONLY[name]))} only; leave it out")
-        elif name not in FIELDS and name not in OTHERS:
+        if (row := layout.inputs.get(name)) is None:
             raise UsageError(f"input {shown(name)} is unknown; remove it from the request and from config.pbtxt")
+        if row.only and not (array.size and all(value in row.only for value in _values(name, array))):
+            raise UsageError(f"{name} takes {' or '.join(map(repr, row.only))} only; leave it out")
     if "text_input" not in inputs:
         raise UsageError("text_input is missing; give the prompt as one string")
     stream = bool(_scalar(inputs, "stream", False))
@@ -101,7 +98,7 @@ def parse(
         requested = frozenset(o for o in requested if o not in switches or _scalar(inputs, switches[o], False))
     return Call(
         prompt=_scalar(inputs, "text_input", ""),
-        params=_sampling_params(inputs, given, log_probs),
+        params=_sampling_params(inputs, layout, given, log_probs),
         stream=stream,
         echo=echo,
         timeout_s=timeout_us / 1e6 if timeout_us else None,
@@ -109,13 +106,13 @@ def parse(
     )
 
 
-def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], log_probs: bool) -> SamplingParams:
+def _sampling_params(inputs: Inputs, layout: Layout, parameters: Mapping[str, Any], log_probs: bool) -> SamplingParams:
     sources: list[tuple[str, Any, str]] = []  # field, value, where it was given
-    for name, field in FIELDS.items():
-        if name in inputs:
-            several = PARAMETERS[field].type == tuple[str, ...]
+    for name, row in layout.inputs.items():
+        if name in inputs and row.field:
+            several = PARAMETERS[row.field].type == tuple[str, ...]
             words = [word for word in _values(name, inputs[name]) if word] if several else None
-            sources.append((field, _scalar(inputs, name, None) if words is None else words, name))
+            sources.append((row.field, _scalar(inputs, name, None) if words is None else words, name))
     if (guide := _guide(inputs)) is not None:
         sources.append((STRUCTURED, guide, "guided_decoding_guide"))
     if "end_id" in inputs:

@@ -22,7 +22,7 @@ from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
 from ddtree_trt.triton.export import MARKER
-from ddtree_trt.triton.inputs import FIELDS, INPUTS, ONLY, OTHERS
+from ddtree_trt.triton.layouts import LAYOUTS
 from ddtree_trt.triton.settings import Settings, select_device
 
 
@@ -73,7 +73,7 @@ def test_the_configuration_says_what_was_asked_for(
     declared = [i.name for i in config.input]
     assert len(bodies) == 2 and all(body.keys() <= {*declared, "parameters"} for body in bodies)
     assert len(declared) == len(set(declared)) and [i.name for i in config.input if not i.optional] == ["text_input"]
-    assert set(declared) == {row.name for row in INPUTS[layout]} <= FIELDS.keys() | OTHERS | ONLY.keys()
+    assert set(declared) == LAYOUTS[layout].inputs.keys()
 
 
 TRT, RTX = {"tensorrt": "11.4.0.106", "sm": "90"}, {"tensorrt-rtx": "1.7.1.116", "gpus": "sm89 sm120"}

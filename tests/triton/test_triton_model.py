@@ -16,8 +16,8 @@ from pacing import WAIT_S, Passes, wait_for
 from ddtree_trt import LLM, SamplingParams, StructuredOutput
 from ddtree_trt.errors import UsageError
 from ddtree_trt.triton.export import export_triton
+from ddtree_trt.triton.layouts import TRTLLM, VLLM, Layout
 from ddtree_trt.triton.requests import parse
-from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
 
 PROMPT = "def fib(n):"
 LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
