@@ -85,9 +85,5 @@ class BackendBuild(ABC):
         return None
 
     @abstractmethod
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        """About the bytes of the engine directory."""
-
-    @abstractmethod
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         """Write the backend's files into `directory`. Raises BuildError, or OSError when the disk is full."""
