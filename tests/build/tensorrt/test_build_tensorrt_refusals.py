@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from quantized import quantize
 from tensorrt_builds import DIMS, Machine, build, refused
 
 from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
+from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 from ddtree_trt.plugins import ABI
 
@@ -184,6 +188,20 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     build(tmp_path / "4", **{**fp8, "checkpoint": int4})
     small = {"drafter": make_drafter(tmp_path / "drafter", head_dim=16, max_positions=512)}
     refused(tmp_path / "2", UsageError, *words, **PLUGIN, **{**mine, **small})
+
+
+def test_windows_take_native_attention(with_plugins: Machine) -> None:
+    """The plugin has no windows: it is refused by name, and what chooses for the user takes TensorRT's own layers."""
+    plain = DFlashDims(96, 32, 2, 4, 2, 64, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
+    target, with_plugin, either = (plain, *(TensorRtBuild(BuilderOptions(attention=a)) for a in ("plugin", "auto")))
+    with_plugin.check((target, plain), "bf16")
+    assert either.attention((target, plain)) == "plugin"
+    for windows in ((12, 12), (3, 0)):
+        pair = target, replace(plain, windows=windows)
+        with pytest.raises(UsageError, match="the drafter's sliding windows have no kernel; use --attention native"):
+            with_plugin.check(pair, "bf16")
+        either.check(pair, "bf16")
+        assert either.attention(pair) == "native"
 
 
 @pytest.mark.rtx

@@ -16,7 +16,7 @@ from engine_builds import PACKAGED
 from fake_cuda import cudaError_t
 from fake_trt_engine import FORMS, RTX, Lowerings, Machine, installed
 from fake_trt_runtime import VERSION
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file, save
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
@@ -236,6 +236,9 @@ def test_tables_of_another_model(machine: Machine) -> None:
     refused(machine, ArtifactError, "embedding should be", "F16", "I16")
     rewrite(machine, artifact.SHARED_WEIGHTS, stored.replace(b'"embedding"', b'"embeddong"'))
     refused(machine, ArtifactError, "no tensor 'embedding'")
+    more = save({**load(stored), "drafter.lm_head": np.zeros((1, 1), np.float16)})
+    rewrite(machine, artifact.SHARED_WEIGHTS, more)
+    refused(machine, ArtifactError, "has a tensor 'drafter.lm_head' that the engine has no place for")
     for data in (b"\xff" * 40, stored[:-2], stored[:20], stored.replace(b'"data_offsets": [0', b'"data_offsets": [2')):
         rewrite(machine, artifact.SHARED_WEIGHTS, data)
         refused(machine, ArtifactError, artifact.SHARED_WEIGHTS, "cannot be read")

@@ -1,4 +1,4 @@
-"""The TensorRT graphs of either lowering in ONNX Runtime, their caches on the host.
+"""The TensorRT graphs of either lowering in ONNX Runtime.
 
 A plugin's node gets a body of ONNX operators. The body says what the kernels do, as `kernel_reference.py` does, for
 ONNX Runtime to run; nothing of it is packaged.
@@ -6,27 +6,15 @@ ONNX Runtime to run; nothing of it is packaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from kernel_reference import compact, packed_mask
-from numpy.typing import NDArray
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph, TensorRtGraph
-from ddtree_trt.build.graph.networks import build_target_graph
-from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.drafters import kind as kinds
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 # Operators of docs/operators.md in onnx/onnx-tensorrt that its table says TensorRT 11.0 supports, of those a
 # transformer might use (commit 2f3fa349247d9ff52d7662cb995c82278df31a86). Attention, RMSNormalization, RotaryEmbedding
@@ -182,130 +170,3 @@ class Session:
         self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         self.types = {i.name: kinds.get(i.type, np.int32) for i in self.session.get_inputs()}
-
-
-class Lowered(Session):
-    """One lowered network, with the cache of its slots: [planes, slots, Hkv, S, D] on the host."""
-
-    def __init__(self, path: Path, model: ModelProto, dims: TransformerDims, limits: Limits) -> None:
-        super().__init__(path, model)
-        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
-        self._outputs = [o.name for o in self.session.get_outputs()]
-        shape = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
-        self.cache = np.zeros((len(self._past), *shape), self.types[self._past[0]])
-        self.lengths = np.zeros(limits.max_batch, np.int32)
-
-    def run(self, slots: Sequence[int], inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """One pass over some slots, behind their committed rows; the cache takes the new rows in. Without slot ids the
-        graph gets the caches of these slots only."""
-        rows = list(slots)
-        control = {names.PAST_LEN: self.lengths[rows]}
-        bound: Any = rows
-        if names.SLOT_IDS in self.types:
-            control[names.SLOT_IDS], bound = np.array(rows), slice(None)
-        feed = {**inputs, **control, **dict(zip(self._past, self.cache[:, bound], strict=True))}
-        assert set(feed) == set(self.types)
-        typed = {name: np.asarray(value, self.types[name]) for name, value in feed.items()}
-        outputs = dict(zip(self._outputs, self.session.run(self._outputs, typed), strict=True))
-        for plane, name in enumerate(self._present):
-            self.cache[plane, bound] = outputs.pop(name)
-        return outputs
-
-
-class LoweredPair:
-    """A target and its drafter as TensorRT would run them: batches of slots, each with its own tree."""
-
-    def __init__(
-        self,
-        folder: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        floats: str,
-        lowering: type[TensorRtGraph] = PluginGraph,
-    ) -> None:
-        folder.mkdir()
-        kind, tied = drafter.kind, target.tie_word_embeddings
-        with WeightFile(folder / "weights.bin") as sink:
-            graph = build_target_graph(
-                lowering("target", sink, floats),
-                target.dims,
-                target.tensor,
-                tap_layers=kind.tap_layers,
-                limits=limits,
-                tied=tied,
-                quantized=target,
-            )
-            drafter_graph = drafter.kind.load("graph")(lowering("drafter", sink, floats), drafter, target, limits)
-        self.kind, self.words = kind, -(-limits.max_tokens_per_pass // 32)
-        self.target = Lowered(folder / "target.onnx", graph, target.dims, limits)
-        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, drafter.dims, limits)
-        self.tables = {
-            names.EMBEDDING: target.tensor(EMBEDDING),
-            names.HEAD: target.tensor(EMBEDDING if tied else HEAD),
-        }
-        table_names = {kinds.EMBEDDING: names.EMBEDDING, kinds.HEAD: names.HEAD}
-        self.drafter_tables = {
-            **self.tables,
-            **{table_names[t.name]: drafter.tensor(*t.sources) for t in kind.own_tables if kind.block_size},
-        }
-        self.states: dict[int, list[NDArray[Any]]] = {slot: [] for slot in range(limits.max_batch)}
-        self._taps: dict[int, NDArray[Any]] = {}
-
-    def verify(self, trees: dict[int, TokenTree]) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
-        """(choices [T], logits [T, V]) by slot, of one pass over all trees, padded to the largest: a padded row sees
-        itself."""
-        slots, widest = list(trees), max(map(len, trees.values()))
-        shape = (len(slots), widest)
-        token_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        mask = np.zeros((*shape, self.words), np.int32)
-        mask[:] = packed_mask(np.full(widest, -1, np.int32), self.words)
-        rows: list[int] = []
-        for n, slot in enumerate(slots):
-            tree, size = trees[slot], len(trees[slot])
-            token_ids[n, :size] = tree.token_ids
-            positions[n, :size] = self.target.lengths[slot] + tree.depths
-            mask[n, :size] = packed_mask(tree.parents, self.words)
-            rows += range(n * widest, n * widest + size)
-        inputs = {names.TOKEN_IDS: token_ids, names.POSITIONS: positions, names.TREE_MASK: mask}
-        said = self.target.run(slots, {**inputs, names.ROWS: np.array(rows), **self.tables})
-        ends = np.cumsum([len(trees[slot]) for slot in slots])[:-1]
-        parts = zip(slots, np.split(said[names.CHOICES], ends), np.split(said[names.LOGITS], ends), strict=True)
-        self._taps = {slot: said[names.TAPS][n] for n, slot in enumerate(slots)}
-        return {slot: (choices, logits) for slot, choices, logits in parts}
-
-    def commit(self, slot: int, path: NDArray[np.int32]) -> None:
-        """Keep these nodes of the slot's last tree."""
-        target = self.target
-        keep, count = np.asarray(path, np.int32)[None], np.array([len(path)], np.int32)
-        target.cache = compact(target.cache, np.array([slot]), target.lengths[slot : slot + 1], keep, count)
-        target.lengths[slot] += len(path)
-        self.states[slot].append(self._taps[slot][path])
-
-    def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> NDArray[Any]:
-        """A chain, all of it kept; its logits [T, V]."""
-        size = len(token_ids)
-        _, logits = self.verify({slot: token_chain(token_ids)})[slot]
-        self.commit(slot, np.arange(size, dtype=np.int32))
-        return logits
-
-    def draft(self, slots: Sequence[int], bonus: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(log_probs, candidates) [N, L, K] of slots with equally many new states."""
-        said = self.drafted(slots, bonus)
-        return said[names.LOG_PROBS], said[names.CANDIDATES]
-
-    def drafted(self, slots: Sequence[int], bonus: int) -> dict[str, NDArray[Any]]:
-        """The outputs of a draft of slots with equally many new states, by name."""
-        states = np.stack([np.concatenate(self.states[slot]) for slot in slots])
-        length = self.kind.block_size
-        assert length is not None, "an autoregressive drafter is a language model like the target"
-        block = np.full((len(slots), length), self.kind.mask_token_id)
-        block[:, 0] = bonus
-        size = states.shape[1]
-        positions = self.drafter.lengths[list(slots), None] + np.arange(size + length)
-        inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.drafter_tables}
-        said = self.drafter.run(slots, inputs)
-        for slot in slots:
-            self.drafter.lengths[slot] += size
-            self.states[slot].clear()
-        return said
