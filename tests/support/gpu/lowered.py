@@ -6,7 +6,9 @@ ONNX Runtime to run; nothing of it is packaged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
