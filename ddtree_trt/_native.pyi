@@ -7,122 +7,88 @@ shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 th
 import numpy as np
 from numpy.typing import NDArray
 
+Int32s = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Tree = tuple[Int32s, Int32s, Int32s, Doubles]  # token_ids [n], depths [n] (1-based), parents [n+1] and log_weights [n]
+
 def build_tree(
-    log_probs: NDArray[np.float32],
-    token_ids: NDArray[np.int32],
-    budget: int,
-    max_depth: int | None = None,
-    width: int | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    log_probs: Floats, token_ids: Int32s, budget: int, max_depth: int | None = None, width: int | None = None
+) -> Tree:
     """The `budget` most probable prefixes of log_probs [L, K] (rows falling), best first: Algorithm 1 of the paper.
 
-    Returns token_ids [n], depths [n] (1-based), parents [n+1] and log_weights [n]. Prefixes of weight -inf are left
-    out, those of more than `max_depth` tokens, and those with a token that is not one of the `width` first of its row.
-    Ties are ordered by rank tuple: the nodes are the first n of all
-    prefixes sorted by (-weight, ranks).
+    Prefixes of weight -inf are left out, those of more than `max_depth` tokens, and those with a token that is not one
+    of the `width` first of its row. Ties are ordered by rank tuple: the nodes are the first n of all prefixes sorted by
+    (-weight, ranks).
     """
 
 def build_linked_tree(
-    log_probs: NDArray[np.float32],
-    token_ids: NDArray[np.int32],
-    next_rows: NDArray[np.int32],
-    budget: int,
-    max_depth: int | None = None,
-    width: int | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    log_probs: Floats, token_ids: Int32s, next_rows: Int32s,
+    budget: int, max_depth: int | None = None, width: int | None = None,
+) -> Tree:  # fmt: skip
     """build_tree of rows [R, K], row 0 the root's: the children of a candidate are the row that next_rows names, which
     comes after its own; -1 is none."""
 
 def build_bilinear_tree(
-    unary: NDArray[np.float32],
-    token_ids: NDArray[np.int32],
-    left: NDArray[np.float32],
-    right: NDArray[np.float32],
-    budget: int,
-    max_depth: int | None = None,
-    width: int | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    unary: Floats, token_ids: Int32s, left: Floats, right: Floats,
+    budget: int, max_depth: int | None = None, width: int | None = None,
+) -> Tree:  # fmt: skip
     """build_tree of the conditionals log_softmax over b of unary[t, b] + <left[t, a], right[t, b]>, b the candidate of
     position t and a that of t - 1; at t = 0 a is 0. unary and token_ids [L, C], rows of unary falling; left and right
     [L, C, r]. The ranks that ties are ordered by are those of the conditionals, of equal ones the lower b first."""
 
 def bilinear_rows(
-    unary: NDArray[np.float32],
-    token_ids: NDArray[np.int32],
-    left: NDArray[np.float32],
-    right: NDArray[np.float32],
-    rows: NDArray[np.int32],
-) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
+    unary: Floats, token_ids: Int32s, left: Floats, right: Floats, rows: Int32s
+) -> tuple[Floats, Int32s, Int32s]:
     """Conditional rows [F] as build_bilinear_tree has them: log_probs, token_ids, and the row of each candidate's
     children or -1, all [F, C]. Row 0 is the root's, row 1 + t C + a has the children of candidate a of position t."""
 
-def attention_bias(parents: NDArray[np.int32], past: int, out: NDArray[np.float32]) -> None:
-    """Fill out [T, W], W >= past + T: 0 on the past and on each node and its ancestors, the lowest float elsewhere."""
-
-def packed_mask(parents: NDArray[np.int32]) -> NDArray[np.int32]:
+def packed_mask(parents: Int32s) -> Int32s:
     """[T, ceil(T / 32)]: bit j % 32 of word j // 32 in row i is set when j is i or an ancestor of i."""
 
-def walk(
-    parents: NDArray[np.int32], token_ids: NDArray[np.int32], choices: NDArray[np.int64] | NDArray[np.int32]
-) -> NDArray[np.int32]:
+def walk(parents: Int32s, token_ids: Int32s, choices: NDArray[np.int64] | Int32s) -> Int32s:
     """The nodes met from the root, following the first child whose token is the target's choice at the current node.
 
     token_ids [T-1] belong to nodes 1..T-1, choices [T] to all nodes. Returns a path [m] that begins with 0.
     """
 
-def calibrated_ratios(
-    evidence: NDArray[np.float64], weight: float, lowest: float, highest: float, root: float = 1.0
-) -> NDArray[np.float64]:
+def calibrated_ratios(evidence: Doubles, weight: float, lowest: float, highest: float, root: float = 1.0) -> Doubles:
     """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards the
     ratio of the depth above (`root` at the first), kept between lowest and highest."""
 
 def acceptances(
-    log_weights: NDArray[np.float64],
-    depths: NDArray[np.int32],
-    evidence: NDArray[np.float64],
-    weight: float,
-    lowest: float,
-    highest: float,
-    deepest: int,
-) -> NDArray[np.float64]:
+    log_weights: Doubles, depths: Int32s, evidence: Doubles, weight: float, lowest: float, highest: float, deepest: int
+) -> Doubles:
     """[n]: the acceptance probabilities of nodes, min(1, exp(log_weight) · r_1 · … · r_depth) with the ratios of
     `calibrated_ratios`; 0 below `deepest`."""
 
-def learn(
-    evidence: NDArray[np.float64],
-    parents: NDArray[np.int32],
-    log_weights: NDArray[np.float64],
-    path: NDArray[np.int32],
-    keep: float,
-) -> None:
+def learn(evidence: Doubles, parents: Int32s, log_weights: Doubles, path: Int32s, keep: float) -> None:
     """Take a verified tree and its walked path [m] into evidence [2, D], observed and predicted, in place; the older
     counts `keep` times what it did. At each node of the path its children's mass, given that the node was reached, was
     tried, and the walk went on below all but the last. Depths without children and beyond D learn nothing."""
 
-def follow(means: NDArray[np.float64], sizes: NDArray[np.int64], gains: NDArray[np.float64], weight: float) -> None:
+def follow(means: Doubles, sizes: NDArray[np.int64], gains: Doubles, weight: float) -> None:
     """Move means [W] of what nodes sizes[w] … sizes[w + 1] − 1 add by `weight` towards the sums of gains [n], in place.
     sizes [W + 1] rise; gains beyond n are 0."""
 
-def best_size(
-    gains: NDArray[np.float64], added_s: NDArray[np.float64], tokens: float, seconds: float
-) -> tuple[int, float]:
+def best_size(gains: Doubles, added_s: Doubles, tokens: float, seconds: float) -> tuple[int, float]:
     """The size 1 … n with most (tokens + Σ gains up to it) / (seconds + added_s of it), and that rate; without gains
     [n] size 0 and tokens / seconds. added_s has n entries or more."""
 
-def keep_nucleus(weights: NDArray[np.float64], share: float) -> None:
+def keep_nucleus(weights: Doubles, share: float) -> None:
     """Zero, in place, all but the smallest set of largest weights [n] whose sum reaches `share` of the whole.
 
     Weights are finite and not negative. Of equal ones the first stay.
     """
 
-def draw_logits(logits: NDArray[np.float32], temperature: float, seed: int, position: int) -> int:
+def draw_logits(logits: Floats, temperature: float, seed: int, position: int) -> int:
     """The token that maximises logits [V] + temperature · noise, the lowest of equal ones.
 
     The noise of tokens 0 … V − 1 is `gumbel` of the seed (0 … 2^64 − 1) and the position. -1 where a logit is NaN or
     +inf, or none is finite. The temperature is positive and finite.
     """
 
-def draw_weights(weights: NDArray[np.float64], seed: int, position: int, ids: NDArray[np.int32] | None = None) -> int:
+def draw_weights(weights: Doubles, seed: int, position: int, ids: Int32s | None = None) -> int:
     """The index that maximises log(weights [n]) + noise of the tokens `ids` [n], 0 … n − 1 without: a draw in
     proportion to the weights. Of equal ones that of the lowest id; -1 where no weight is positive.
 
@@ -132,7 +98,7 @@ def draw_weights(weights: NDArray[np.float64], seed: int, position: int, ids: ND
 def noise_bits(seed: int, position: int, token: int) -> int:
     """The 64 bits that a token's noise at a position is made of."""
 
-def gumbel(seed: int, position: int, n: int) -> NDArray[np.float64]:
+def gumbel(seed: int, position: int, n: int) -> Doubles:
     """The noise [n] of tokens 0 … n − 1 at a position."""
 
 def attention_workspace_bound(
@@ -153,7 +119,7 @@ def compact_cache(
     rows: int,
     half: bool,
     start: int,
-    keep: NDArray[np.int32],
+    keep: Int32s,
 ) -> None:
     """Move row start + keep[j] of the slot to start + j, in place, in every layer of cache [layers, slots, bytes].
 

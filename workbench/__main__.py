@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
+
+import typer
 
 from ddtree_trt.errors import DDTreeError, install_with
 
@@ -29,9 +32,11 @@ def main() -> None:
         print("python -m workbench NAME …; NAME --help says more\n")
         print("\n".join(f"  {each:12} {line}" for each, line in known.items()))
         raise SystemExit(0 if name == "--help" else 2)
-    sys.argv = [f"python -m workbench {name}", *arguments]  # as argparse shows it
     try:
-        importlib.import_module(f"workbench.{name.replace('-', '_')}").main()
+        module = importlib.import_module(f"workbench.{name.replace('-', '_')}")
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(help=re.sub(r"\n\n(?=    )", "\n\n\b\n", module.__doc__ or ""))(module.main)  # \b: lines stay
+        app(arguments, prog_name=f"python -m workbench {name}")
     except DDTreeError as error:
         raise SystemExit(f"error: {error}") from error
     except ModuleNotFoundError as error:

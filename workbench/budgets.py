@@ -9,21 +9,21 @@ times are of whole requests, prompts included. A first repeat is not counted. Al
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
-from ddtree_trt.bench.settings import TINY
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.core import EngineCore, open_core
 from ddtree_trt.runtime.params import SamplingParams
+from workbench.options import PROMPTS, Prompts, integers, print_row
 
-Prompts = Sequence[BenchPrompt]
+_Prompts = Sequence[BenchPrompt]
 BUDGETS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 
 
@@ -32,7 +32,7 @@ def params(case: str, tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, **(chosen[case] if case in chosen else {"tree_budget": int(case)}))
 
 
-def run(core: EngineCore, prompts: Prompts, slots: int, case: str, tokens: int) -> tuple[float, list[list[int]]]:
+def run(core: EngineCore, prompts: _Prompts, slots: int, case: str, tokens: int) -> tuple[float, list[list[int]]]:
     """(seconds, tokens of each answer) of all prompts, `slots` of them side by side."""
     core.scheduler.reset_prefix_cache()
     requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
@@ -50,7 +50,7 @@ def run(core: EngineCore, prompts: Prompts, slots: int, case: str, tokens: int) 
     return seconds, [request.sequences[0].output for request in requests]
 
 
-def compare(core: EngineCore, prompts: Prompts, slots: int, tokens: int, repeats: int) -> dict[str, float]:
+def compare(core: EngineCore, prompts: _Prompts, slots: int, tokens: int, repeats: int) -> dict[str, float]:
     """Tokens a second of each case over those of `ar`."""
     largest = core.engine.manifest.limits.max_tree_budget
     cases = ["ar", "chain", *(str(n) for n in BUDGETS if n <= largest), "auto"]
@@ -70,30 +70,18 @@ def compare(core: EngineCore, prompts: Prompts, slots: int, tokens: int, repeats
     return {case: median(each) for case, each in ratios.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--prompts", default=TINY, help="as in ddtree-trt bench")
-    parser.add_argument("--slots", default="1")
-    parser.add_argument("--count", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0)
-    args = parser.parse_args()
-    prompts = load_prompts([args.prompts], args.count)
-    core = open_core(args.engine, threads=args.threads, device_rounds="off")
-    try:
+def main(
+    engine: Path, prompts: Prompts = PROMPTS, slots: str = "1", count: int = 15, tokens: int = 128, repeats: int = 3,
+    threads: int = 0,
+) -> None:  # fmt: skip
+    loaded = load_prompts(prompts, count)
+    with closing(open_core(engine, threads=threads, device_rounds="off")) as core:
         if warning := busy_warning(os.getloadavg()[0], usable_cores()):
             print(warning)
-        heads: list[str] = []
-        for slots in map(int, args.slots.split(",")):
-            found = compare(core, prompts, slots, args.tokens, args.repeats)
-            if not heads:
-                heads = ["engine", "prompts", "slots", *found, "auto / best"]
-                print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+        for place, side_by_side in enumerate(integers(slots)):
+            found = compare(core, loaded, side_by_side, tokens, repeats)
+            if not place:
+                print_row(["engine", "prompts", "slots", *found, "auto / best"], head=True)
             best = max(ratio for case, ratio in found.items() if case != "auto")
             figures = [f"{ratio:.2f}" for ratio in found.values()]
-            cells = [args.engine.name, prompts[0].source, str(slots), *figures, f"{found['auto'] / best:.2f}"]
-            print(f"| {' | '.join(cells)} |", flush=True)
-    finally:
-        core.close()
+            print_row([engine.name, loaded[0].source, side_by_side, *figures, f"{found['auto'] / best:.2f}"])

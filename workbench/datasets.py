@@ -9,22 +9,20 @@ choice of samples is theirs too: a shuffle with seed 0, then the first so many.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError, install_with
+from workbench.options import Output
 
 Row = Mapping[str, Any]
 SHUFFLE_SEED = 0
-
-_REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-_LCB_FILES = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,9 @@ class PaperSet:
     samples: int  # the paper's number
     repository: str
     split: str
-    turns: Callable[[Row], list[str]]  # a row's user messages
-    columns: tuple[str, ...]  # what `turns` reads
+    turns: str | Callable[[Row], list[str]]  # a row's user messages; of one its text, with the columns' names in braces
     config: str | None = None
     files: tuple[str, ...] = ()  # JSON files to read where the repository needs a loading script
-
-
-def _fill(template: str, column: str) -> Callable[[Row], list[str]]:
-    """One user message: the template with `{}` replaced by a column."""
-    before, after = template.split("{}", 1)
-    return lambda row: [f"{before}{row[column]}{after}"]
 
 
 def _alpaca(row: Row) -> list[str]:
@@ -52,13 +43,9 @@ def _alpaca(row: Row) -> list[str]:
     return [row["instruction"] + context]
 
 
-def _mt_bench(row: Row) -> list[str]:
-    return list(row["prompt"])
-
-
 def _livecodebench(row: Row) -> list[str]:
     """LiveCodeBench's own prompt for instruction models, with its system message in front."""
-    starter = row.get("starter_code") or ""
+    starter = row["starter_code"] or ""
     how = "Use the following code structure:" if starter else "Write your code in the following format:"
     parts = (
         "You are an expert Python programmer. You will be given a question (problem specification) and will generate "
@@ -71,35 +58,23 @@ def _livecodebench(row: Row) -> list[str]:
     return ["\n\n".join(parts)]
 
 
-_HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-_SWE_BENCH = "Problem Statement:\n{}\nPlease fix the issue described above."
-_QUESTION, _PROBLEM = _fill("{}" + _REASONING, "question"), _fill("{}" + _REASONING, "problem")
-
+_REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+_PROBLEM = "{problem}" + _REASONING
+_HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n"
+_HUMANEVAL += "```python\n{prompt}\n```"
+_SWE_BENCH = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
+_LCB_FILES = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
 _SETS = (
-    PaperSet("gsm8k", 128, "openai/gsm8k", "test", _QUESTION, ("question",), config="main"),
-    PaperSet("math500", 128, "HuggingFaceH4/MATH-500", "test", _PROBLEM, ("problem",)),
-    PaperSet("aime24", 30, "HuggingFaceH4/aime_2024", "train", _PROBLEM, ("problem",)),
-    PaperSet("aime25", 30, "MathArena/aime_2025", "train", _PROBLEM, ("problem",)),
-    PaperSet(*("humaneval", 164, "openai/openai_humaneval", "test"), _fill(_HUMANEVAL, "prompt"), ("prompt",)),
-    PaperSet(
-        *("mbpp", 128, "google-research-datasets/mbpp", "test"),
-        _fill("{}", "prompt"),
-        ("prompt",),
-        config="sanitized",
-    ),
-    PaperSet(
-        *("livecodebench", 128, "livecodebench/code_generation_lite", "test"),
-        _livecodebench,
-        ("question_content", "starter_code"),
-        files=_LCB_FILES,
-    ),
-    PaperSet(
-        *("swe-bench", 128, "princeton-nlp/SWE-bench_Lite", "test"),
-        _fill(_SWE_BENCH, "problem_statement"),
-        ("problem_statement",),
-    ),
-    PaperSet("mt-bench", 80, "HuggingFaceH4/mt_bench_prompts", "train", _mt_bench, ("prompt",)),
-    PaperSet("alpaca", 128, "tatsu-lab/alpaca", "train", _alpaca, ("instruction", "input")),
+    PaperSet("gsm8k", 128, "openai/gsm8k", "test", "{question}" + _REASONING, "main"),
+    PaperSet("math500", 128, "HuggingFaceH4/MATH-500", "test", _PROBLEM),
+    PaperSet("aime24", 30, "HuggingFaceH4/aime_2024", "train", _PROBLEM),
+    PaperSet("aime25", 30, "MathArena/aime_2025", "train", _PROBLEM),
+    PaperSet("humaneval", 164, "openai/openai_humaneval", "test", _HUMANEVAL),
+    PaperSet("mbpp", 128, "google-research-datasets/mbpp", "test", "{prompt}", "sanitized"),
+    PaperSet("livecodebench", 128, "livecodebench/code_generation_lite", "test", _livecodebench, files=_LCB_FILES),
+    PaperSet("swe-bench", 128, "princeton-nlp/SWE-bench_Lite", "test", _SWE_BENCH),
+    PaperSet("mt-bench", 80, "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"])),
+    PaperSet("alpaca", 128, "tatsu-lab/alpaca", "train", _alpaca),
 )
 PAPER_SETS: Mapping[str, PaperSet] = {s.name: s for s in _SETS}
 
@@ -108,17 +83,18 @@ def load_turns(name: str, copy: Path | None = None, limit: int | None = None) ->
     """The user messages of a dataset's samples, `limit` of them or the paper's number.
 
     `copy` is a local JSON, JSON Lines or Parquet file with the dataset's columns, read instead of the hub.
-    Raises UsageError for a file without those columns, MissingDependency without `datasets` where it is needed,
-    DDTreeError when the hub cannot be read.
+    Raises UsageError for an unknown name and a file without those columns, MissingDependency without `datasets` where
+    it is needed, DDTreeError when the hub cannot be read.
     """
+    if name not in PAPER_SETS:
+        raise UsageError(f"unknown dataset {name!r}; known are {', '.join(PAPER_SETS)}")
     dataset = PAPER_SETS[name]
     rows = _read_copy(copy) if copy is not None else _download(dataset)
-    chosen = _choose(len(rows), limit or dataset.samples)
-    found = [rows[int(i)] for i in chosen]
-    for row in found[:1]:
-        if missing := [c for c in dataset.columns if c not in row]:
-            raise UsageError(f"{copy or dataset.repository} is not {name}: it has no column {missing[0]!r}")
-    return [dataset.turns(row) for row in found]
+    turns, chosen = dataset.turns, [rows[int(i)] for i in _choose(len(rows), limit or dataset.samples)]
+    try:
+        return [[turns.format_map(row)] if isinstance(turns, str) else turns(row) for row in chosen]
+    except KeyError as error:
+        raise UsageError(f"{copy or dataset.repository} is not {name}: it has no column {error}") from error
 
 
 def _choose(rows: int, count: int) -> Iterable[int]:
@@ -165,12 +141,11 @@ def _load_dataset(path: str, *args: Any, **options: Any) -> Sequence[Row]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=PAPER_SETS)
-    parser.add_argument("--copy", type=Path, help="a local file with the dataset's columns")
-    parser.add_argument("--limit", type=int, help="samples; default: the paper's number")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    args = parser.parse_args()
-    turns = load_turns(args.name, args.copy, args.limit)
-    args.output.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns), encoding="utf-8")
+def main(
+    name: str,
+    output: Output,
+    copy: Annotated[Path | None, typer.Option(help="a local file with the dataset's columns")] = None,
+    limit: Annotated[int | None, typer.Option(help="samples; default: the paper's number")] = None,
+) -> None:
+    turns = load_turns(name, copy, limit)
+    output.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns), encoding="utf-8")

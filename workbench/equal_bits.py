@@ -9,26 +9,25 @@ batch, and exits with 1 where anything differs. The engine is opened with `exact
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from ddtree_trt.bench.prompts import load_prompts
-from ddtree_trt.bench.settings import TINY
 from ddtree_trt.runtime import sequence
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
+from workbench.options import PROMPTS, Prompts
 
 BUDGETS = (1, 5, 16, 64, "auto")
 
@@ -92,20 +91,18 @@ def compare(llm: LLM, prompts: Sequence[Any], tokens: int, *, length: int, seed:
             yield sums
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--prompts", default=TINY, help="as in ddtree-trt bench")
-    parser.add_argument("--limit", type=int, default=40, help="prompts, evenly spaced")
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--length", type=int, default=128, help="tokens of a completion")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)
-    options = parser.parse_args()
-    prompts = [prompt.opening for prompt in load_prompts([options.prompts], options.limit)]
-    sums = Sums()
-    with LLM(options.engine, threads=options.threads, exact=options.exact) as llm:
-        for sums in compare(llm, prompts, options.tokens, length=options.length, seed=options.seed):
+def main(
+    engine: Path,
+    prompts: Prompts = PROMPTS,
+    limit: Annotated[int, typer.Option(help="prompts, evenly spaced")] = 40,
+    tokens: int = 20_000,
+    length: Annotated[int, typer.Option(help="tokens of a completion")] = 128,
+    seed: int = 0,
+    threads: int = 0,
+    exact: bool = True,
+) -> None:
+    openings = [prompt.opening for prompt in load_prompts(prompts, limit)]
+    with LLM(engine, threads=threads, exact=exact) as llm:
+        for sums in compare(llm, openings, tokens, length=length, seed=seed):
             print(sums, flush=True)
-    sys.exit(0 if sums.equal else 1)
+    raise SystemExit(not sums.equal)

@@ -24,7 +24,6 @@ a near tie decides, and where the published buffer, max_new_tokens + 1 + budget 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import json
@@ -34,16 +33,18 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import tokenizers
 import torch
 import transformers
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import DDTREE, DFLASH, METHODS
+from workbench.options import Output
 
 REPOSITORY = "https://github.com/liranringel/ddtree"
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,12 +175,8 @@ def one_per_line(document: Record) -> str:
     return "{\n" + ",\n".join(f'  "{key}": {text(value)}' for key, value in document.items()) + "\n}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", type=Path, required=True, help=f"a checkout of {REPOSITORY}")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    args = parser.parse_args()
-    modules, commit = import_published(args.reference), commit_of(args.reference)
+def main(reference: Annotated[Path, typer.Option(help=f"a checkout of {REPOSITORY}")], output: Output = OUTPUT) -> None:
+    modules, commit = import_published(reference), commit_of(reference)
     torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
     transformers.utils.logging.disable_progress_bar()
     prompts = choose_prompts(PAIR / "prompts.jsonl")
@@ -199,7 +196,7 @@ def main() -> None:
         "prompts": prompts,
         "traces": traces,
     }
-    args.output.write_text(one_per_line(document), encoding="utf-8")
+    output.write_text(one_per_line(document), encoding="utf-8")
     for method, budget in dict.fromkeys((t["method"], t["budget"]) for t in traces):
         own = [t for t in traces if (t["method"], t["budget"]) == (method, budget)]
         rounds, tokens = (sum(f(t["acceptance_lengths"]) for t in own) for f in (len, sum))

@@ -1,32 +1,28 @@
 """Play the rule of automatic budgets and its rivals over recorded drafts, under given costs.
 
-    python -m workbench judge record ENGINE --prompts FILE.jsonl [--tokens 160] -o known.npz
-    python -m workbench judge play known.npz [more.npz …] [--machine h100,torch] [--slots 1,4,16,64] [--wrong 0.5]
+    python -m workbench drafts ENGINE --prompts FILE.jsonl -o known.npz
+    python -m workbench judge known.npz [more.npz …] [--machine h100,torch] [--slots 1,4,16,64] [--wrong 0.5]
 
-`record` has the target answer prompts greedily, and drafts at every token of the answers: whatever a policy commits,
-its next draft is known. `play` needs no engine and reads no clock. Each line is a machine, a number of requests side by
-side, and a recording. Its figures are tokens a second over those of single tokens: of `auto`, of the chain, of every
-fixed budget, and for one request of hindsight, which knows in each round what every size would have had accepted. The
-last column is `auto` over the best of them but hindsight. `--wrong 0.5` begins with a profile in which drafts take half
-and trees twice what they do, 2 the other way round. With `--late` a round is decided before the one before it is read,
-and its size before its drafts are seen, as where rounds stay on a device.
+Needs no engine and reads no clock. Each line is a machine, a number of requests side by side, and a recording. Its
+figures are tokens a second over those of single tokens: of `auto`, of the chain, of every fixed budget, and for one
+request of hindsight, which knows in each round what every size would have had accepted. The last column is `auto` over
+the best of them but hindsight. `--wrong 0.5` begins with a profile in which drafts take half and trees twice what they
+do, 2 the other way round. With `--late` a round is decided before the one before it is read, and its size before its
+drafts are seen, as where rounds stay on a device.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+import typer
 
-from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
-from ddtree_trt.bench.settings import TINY
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     AutoBudget,
@@ -38,29 +34,13 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     SlotInput,
 )
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, best_tree, descend
+from ddtree_trt.runtime.tree import DraftTree
+from workbench.drafts import Text, load
+from workbench.options import integers, print_row
 
 NODES, PAST = 64, 200
 FIXED = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 PROFILED = (1, 2, 5, 17, 65)  # tree tokens
-
-
-@dataclass(frozen=True)
-class Text:
-    """An answer of P + 1 tokens, and the drafter's candidates behind each but the last."""
-
-    tokens: list[int]
-    log_probs: NDArray[np.float32]  # [P, L, K]
-    ids: NDArray[np.int32]  # [P, L, K]
-
-    def tree(self, place: int, nodes: int, width: int | None = None) -> DraftTree:
-        """The draft behind token `place`."""
-        return best_tree(Marginals(self.log_probs[place], self.ids[place]), nodes, width=width)
-
-    def path(self, place: int, tree: DraftTree) -> NDArray[np.int32]:
-        """The nodes that the answer takes, root first, at most as many as it has tokens left."""
-        following = iter(self.tokens[place + 1 :])
-        return descend(tree, lambda node: next(following, None))[: len(self.tokens) - 1 - place]
 
 
 @dataclass(frozen=True)
@@ -205,85 +185,28 @@ def speeds(
         seconds, tokens = play(machine, texts, slots, make, **options)
         return tokens / seconds
 
-    shared, longest = machine.budgets(slots, wrong), texts[0].log_probs.shape[1]
+    shared = machine.budgets(slots, wrong)
     found = {"auto": rate(lambda: AutoBudget(shared), late=late), "ar": rate(lambda: FixedBudget(0))}
-    found["chain"] = rate(lambda: FixedBudget(longest), width=1)
+    found["chain"] = rate(lambda: FixedBudget(NODES), width=1)
     for nodes in FIXED:
         found[str(nodes)] = rate(lambda nodes=nodes: FixedBudget(nodes))  # type: ignore[misc]
     return {name: speed / found["ar"] for name, speed in found.items()}
 
 
-def record(directory: Path, prompts: Sequence[BenchPrompt], tokens: int) -> list[Text]:
-    """The target's greedy answers to prompts, and a block drafter's candidates at each of their tokens."""
-    from ddtree_trt import LLM, SamplingParams
-    from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
-    from ddtree_trt.runtime.tree import compile_tree
-
-    texts = []
-    with LLM(directory) as llm:
-        engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
-        params = SamplingParams(method="ar", max_tokens=tokens)
-        for output in llm.generate([prompt.opening for prompt in prompts], params):
-            said, prompt, rows = list(output.outputs[0].token_ids), np.array(output.prompt_token_ids), []
-            engine.truncate(0, 0)
-            for start in range(0, len(prompt), chunk):
-                engine.prefill(0, prompt[start : start + chunk], rows="none", taps=True)
-            for token in said[:-1]:
-                (draft,) = engine.draft([DraftRequest(0, token, 16, NODES, lambda *_: None)])  # type: ignore[arg-type]
-                assert isinstance(draft.candidates, Marginals), "only a block drafter's marginals are recorded"
-                rows.append(draft.candidates)
-                engine.verify([VerifyRequest(0, compile_tree(token, EMPTY))])
-                engine.commit(0, np.zeros(1, np.int32), taps=True)
-            engine.truncate(0, 0)
-            if rows:
-                log_probs = np.array([row.log_probs[:, :16] for row in rows], np.float32)
-                texts.append(Text(said, log_probs, np.array([row.token_ids[:, :16] for row in rows], np.int32)))
-    return texts
-
-
-def save(texts: Sequence[Text], path: Path) -> None:
-    arrays = {
-        f"{name}{i}": getattr(text, name) for i, text in enumerate(texts) for name in ("tokens", "log_probs", "ids")
-    }
-    np.savez_compressed(path, **arrays)
-
-
-def load(path: Path) -> list[Text]:
-    data = np.load(path)
-    count = sum(name.startswith("tokens") for name in data)
-    return [Text(data[f"tokens{i}"].tolist(), data[f"log_probs{i}"], data[f"ids{i}"]) for i in range(count)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    recorder = commands.add_parser("record")
-    recorder.add_argument("engine", type=Path)
-    recorder.add_argument("--prompts", default=TINY, help="as in ddtree-trt bench")
-    recorder.add_argument("--count", type=int, default=15)
-    recorder.add_argument("--tokens", type=int, default=160)
-    recorder.add_argument("-o", "--output", type=Path, required=True)
-    player = commands.add_parser("play")
-    player.add_argument("texts", type=Path, nargs="+")
-    player.add_argument("--machine", default=",".join(MACHINES))
-    player.add_argument("--slots", default="1")
-    player.add_argument("--wrong", type=float, default=1.0)
-    player.add_argument("--late", action="store_true")
-    args = parser.parse_args()
-    if args.command == "record":
-        save(record(args.engine, load_prompts([args.prompts], args.count), args.tokens), args.output)
-        return
+def main(
+    texts: list[Path],
+    machine: str = ",".join(MACHINES),
+    slots: str = "1",
+    wrong: Annotated[float, typer.Option(help="the factor by which the first profile is wrong")] = 1.0,
+    late: bool = False,
+) -> None:
     heads = ["machine", "slots", "texts", "auto", "chain", *map(str, FIXED), "hindsight", "auto / best"]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    for name in args.machine.split(","):
-        machine = MACHINES[name]
-        for slots in map(int, args.slots.split(",")):
-            for path in args.texts:
-                texts = load(path)
-                texts *= -(-slots // len(texts))
-                found = speeds(machine, texts, slots, wrong=args.wrong, late=args.late)
-                best = max(speed for rival, speed in found.items() if rival != "auto")
-                figures = [f"{speed:.2f}" for rival, speed in found.items() if rival != "ar"]
-                known = f"{hindsight(machine, texts) * machine.verify_s(1, 1):.2f}" if slots == 1 else ""
-                cells = [name, str(slots), path.stem, *figures, known, f"{found['auto'] / best:.3f}"]
-                print(f"| {' | '.join(cells)} |", flush=True)
+    print_row(heads, head=True)
+    for name, count, path in product(machine.split(","), integers(slots), texts):
+        played, known = MACHINES[name], load(path)
+        known *= -(-count // len(known))
+        found = speeds(played, known, count, wrong=wrong, late=late)
+        best = max(speed for rival, speed in found.items() if rival != "auto")
+        figures = [f"{speed:.2f}" for rival, speed in found.items() if rival != "ar"]
+        seen = f"{hindsight(played, known) * played.verify_s(1, 1):.2f}" if count == 1 else ""
+        print_row([name, count, path.stem, *figures, seen, f"{found['auto'] / best:.3f}"])

@@ -10,7 +10,6 @@ limits: 200 µs for the round of one slot at 32 draft nodes, and for what the sc
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -171,10 +170,7 @@ def step_overheads_us(engine: IdleEngine, scheduler: Scheduler, rounds: int) -> 
     return whole, whole - median(inside) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300)
-    rounds = parser.parse_args().rounds
+def main(rounds: int = 300) -> None:
     codec = TextCodec(TOKENIZER, {})
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {},

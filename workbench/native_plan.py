@@ -8,7 +8,6 @@ Prints one line of JSON: times, sizes and the peak memory of this process, weigh
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
@@ -19,8 +18,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated, Literal
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 from onnx import ModelProto
 
@@ -36,39 +37,9 @@ from ddtree_trt.device.gpus import KINDS
 from ddtree_trt.device.libraries import import_tensorrt
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import language_model_shapes
-from workbench.random_pair import SHAPES, PairShape
+from workbench.random_pair import PairShape, find_shape
 
 LIMITS = Limits(max_seq_len=4096, max_batch=4, max_tree_budget=256, prefill_chunk=512)
-NETWORKS = ("target", "drafter")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--network", choices=NETWORKS, default="target")
-    parser.add_argument("--layers", type=int, help="of the network; default: all")
-    parser.add_argument("--precision", choices=("bfloat16", "float16"), default="bfloat16")
-    options = parser.parse_args()
-    shape = SHAPES[options.shape]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{options.network}.onnx"
-        started = time.perf_counter()
-        with WeightFile(path.with_name("weights.bin")) as sink:
-            model = lowered(sink, options.network, shape, options.layers, options.precision)
-        path.write_bytes(model.SerializeToString())
-        written, spent = time.perf_counter(), time.process_time()
-        plan_bytes = compiled(path, model, shape if options.network == "drafter" else None)
-        built = time.perf_counter()
-    result = {
-        **vars(options),
-        "weight_bytes": sink.size,
-        "plan_bytes": plan_bytes,
-        "write_s": round(written - started, 1),
-        "build_s": round(built - written, 1),
-        "build_cpu_s": round(time.process_time() - spent, 1),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    print(json.dumps(result))
 
 
 def lowered(sink: Sink, network: str, shape: PairShape, layers: int | None, floats: str) -> ModelProto:
@@ -103,3 +74,31 @@ def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
     finish = partial(mend_attentions, name=path.stem, attentions=attentions)
     builder.build(path.stem, path, plan, profile(model.graph.input, sizes), finish)
     return plan.stat().st_size
+
+
+def main(
+    shape: str,
+    network: Literal["target", "drafter"] = "target",
+    layers: Annotated[int | None, typer.Option(help="of the network; default: all")] = None,
+    precision: Literal["bfloat16", "float16"] = "bfloat16",
+) -> None:
+    pair = find_shape(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{network}.onnx"
+        started = time.perf_counter()
+        with WeightFile(path.with_name("weights.bin")) as sink:
+            model = lowered(sink, network, pair, layers, precision)
+        path.write_bytes(model.SerializeToString())
+        written, spent = time.perf_counter(), time.process_time()
+        plan_bytes = compiled(path, model, pair if network == "drafter" else None)
+        built = time.perf_counter()
+    result = {
+        **{"shape": shape, "network": network, "layers": layers, "precision": precision},
+        "weight_bytes": sink.size,
+        "plan_bytes": plan_bytes,
+        "write_s": round(written - started, 1),
+        "build_s": round(built - written, 1),
+        "build_cpu_s": round(time.process_time() - spent, 1),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    print(json.dumps(result))

@@ -10,15 +10,16 @@ passes that take turns, of use where the machine has nothing else to do.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError
@@ -29,6 +30,7 @@ from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("architecture.md", "generation.md", "serving.md", "deployment.md")
+OUR_PROSE: list[Path] = []
 PAST, TURNS, IN_A_ROW = 100, 60, 5  # of the timed passes
 SHORTEST = 200  # characters of a paragraph of prose
 MARKUP = tuple("#|`-<!0123456789")  # what headings, tables, lists, code and comments begin with
@@ -101,31 +103,27 @@ def documentation() -> str:
     return "\n\n".join(p for p in plain if len(p) >= SHORTEST)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Compare the next-token distributions of two engines over prose.")
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("reference", type=Path, help="an engine of the same target in a finer precision")
-    parser.add_argument(
-        "--text", type=Path, nargs="+", help="files of prose instead of this repository's documentation"
-    )
-    parser.add_argument("--tokens", type=int, default=5120, help="at most so many tokens of the text")
-    parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
-    parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 leaves it to them")
-    args = parser.parse_args(arguments)
-    text = "\n\n".join(p.read_text(encoding="utf-8") for p in args.text) if args.text else documentation()
-    token_ids = TextCodec(args.reference, {}).encode(text)[: args.tokens]
-    threads = args.threads
+def main(
+    engine: Path,
+    reference: Annotated[Path, typer.Argument(help="an engine of the same target in a finer precision")],
+    text: Annotated[list[Path], typer.Option(help="a file of prose; repeatable")] = OUR_PROSE,
+    tokens: Annotated[int, typer.Option(help="at most so many of the text")] = 5120,
+    window: Annotated[int, typer.Option(help="tokens that are read from an empty cache")] = 512,
+    threads: int = 0,
+) -> None:
+    prose = "\n\n".join(path.read_text(encoding="utf-8") for path in text) or documentation()
+    token_ids = TextCodec(reference, {}).encode(prose)[:tokens]
     with (
-        closing(open_engine(args.engine, threads=threads)) as engine,
-        closing(open_engine(args.reference, threads=threads)) as reference,
+        closing(open_engine(engine, threads=threads)) as own,
+        closing(open_engine(reference, threads=threads)) as other,
     ):
-        if engine.manifest.target.sha256 != reference.manifest.target.sha256:
-            raise UsageError(f"{args.engine} and {args.reference} are engines of different targets")
-        found = compare(engine, reference, token_ids, args.window)
-        own_s, reference_s = token_times((engine, reference))
-        ratio = f"{own_s / reference_s:.2f} (threads: {engine.threads} and {reference.threads})"
+        if own.manifest.target.sha256 != other.manifest.target.sha256:
+            raise UsageError(f"{engine} and {reference} are engines of different targets")
+        found = compare(own, other, token_ids, window)
+        own_s, other_s = token_times((own, other))
+        ratio = f"{own_s / other_s:.2f} (threads: {own.threads} and {other.threads})"
     print(
         f"{found.tokens} tokens: divergence {found.divergence:.4f} nats a token, same best token {found.same_best:.1%}"
     )
     print(f"perplexity {found.perplexity:.2f}, of the reference {found.reference_perplexity:.2f}")
-    print(f"a single token {own_s * 1e3:.2f} ms, of the reference {reference_s * 1e3:.2f}: {ratio}")
+    print(f"a single token {own_s * 1e3:.2f} ms, of the reference {other_s * 1e3:.2f}: {ratio}")

@@ -11,7 +11,6 @@ the figures as JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -175,14 +174,8 @@ def run(engine: str, concurrency: int, seconds: float, *, prompts: int = 24, see
         return asyncio.run(load(url, concurrency, seconds, chosen, seed))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine")
-    parser.add_argument("--concurrency", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    report = run(options.engine, options.concurrency, options.seconds, seed=options.seed)
+def main(engine: str, concurrency: int = 200, seconds: float = 120, seed: int = 0) -> None:
+    report = run(engine, concurrency, seconds, seed=seed)
     figures = {"rss_bytes": report.memory(), "failures": report.failures()}
     print(json.dumps({**asdict(report), **figures, "rss": None}))
     raise SystemExit(bool(report.failures()))

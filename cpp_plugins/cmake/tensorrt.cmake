@@ -18,8 +18,7 @@ else()
   set(ddtree_cuda_headers ${CUDAToolkit_INCLUDE_DIRS})
 endif()
 
-add_library(ddtree_glue OBJECT trt/plugin.cpp trt/attention_plugin.cpp trt/attention_creator.cpp
-            trt/compact_plugin.cpp)
+add_library(ddtree_glue OBJECT trt/plugin.cpp trt/attention_plugin.cpp trt/compact_plugin.cpp)
 target_include_directories(ddtree_glue PUBLIC include trt)
 target_include_directories(ddtree_glue SYSTEM PUBLIC ${DDTREE_TRT_INCLUDE_DIR} ${ddtree_cuda_headers})
 target_compile_options(ddtree_glue PRIVATE -Wall -Wextra)

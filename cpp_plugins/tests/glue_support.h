@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention_creator.h"
+#include "attention_plugin.h"
 #include "compact_plugin.h"
 
 using namespace ddtree::trt;
@@ -94,8 +94,8 @@ Owned create(nvinfer1::v_1_0::IPluginCreatorV3One& creator, const std::vector<Pl
     return Owned(creator.createPlugin("node", &collection, phase));
 }
 
-AttentionCreator attention_creator;
-CompactCreator compact_creator;
+Creator<AttentionPlugin> attention_creator;
+Creator<CompactPlugin> compact_creator;
 
 std::array<PluginTensorDesc, 11> attention_tensors(const Attributes& a, int64_t n, int64_t t, int64_t slots, int64_t s,
                                                    DataType type) {

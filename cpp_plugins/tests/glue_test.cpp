@@ -86,64 +86,80 @@ void test_serialisation_and_clone() {
     }
 }
 
-void test_shapes_types_arity() {
-    const Owned attention = create(attention_creator, Attributes().fields());
-    // Shapes are passed on by identity, so any distinct values will do for expressions.
-    std::array<DimsExprs, 8> inputs;
-    int32_t next = 1;
-    for (DimsExprs& input : inputs) {
-        input.nbDims = 4;
-        for (int i = 0; i < 4; ++i) {
-            input.d[i] = reinterpret_cast<const nvinfer1::IDimensionExpr*>(static_cast<uintptr_t>(next++));
-        }
+// DDTreeKVCompact: cache [planes, slots, Hkv, S, D], slot ids and lengths [N], kept rows [N, K].
+std::array<PluginTensorDesc, 5> compact_tensors(int64_t planes, int64_t slots, int64_t n, int64_t k, DataType type) {
+    const Dims cache = dims({planes, slots, 2, 40, 64});
+    const Dims of[] = {cache, dims({n}), dims({n}), dims({n, k}), cache};
+    std::array<PluginTensorDesc, 5> tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        tensors[i] = {of[i], i == 0 || i == 4 ? type : DataType::kINT32, TensorFormat::kLINEAR, 1.0f};
     }
-    auto* builder = reinterpret_cast<nvinfer1::IExprBuilder*>(inputs.data());  // never called
-    nvinfer1::IExprBuilder& none = *builder;
-    const auto same = [](const DimsExprs& x, const DimsExprs& y) {
-        return x.nbDims == y.nbDims && std::equal(x.d, x.d + x.nbDims, y.d);
-    };
-    DimsExprs outputs[3];
-    CHECK(build(*attention).getNbOutputs() == 3);
-    CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 0, outputs, 3, none) == 0);
-    CHECK(same(outputs[0], inputs[0]) && same(outputs[1], inputs[3]) && same(outputs[2], inputs[4]));
-    CHECK(build(*attention).getOutputShapes(inputs.data(), 7, nullptr, 0, outputs, 3, none) != 0);
-    CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 1, outputs, 3, none) != 0);
-    CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 0, outputs, 2, none) != 0);
-
-    const DataType given[] = {DataType::kBF16, DataType::kBF16,  DataType::kBF16,  DataType::kBF16,
-                              DataType::kBF16, DataType::kINT32, DataType::kINT32, DataType::kINT32};
-    DataType found[3] = {};
-    CHECK(build(*attention).getOutputDataTypes(found, 3, given, 8) == 0);
-    CHECK(found[0] == DataType::kBF16 && found[1] == DataType::kBF16 && found[2] == DataType::kBF16);
-    CHECK(build(*attention).getOutputDataTypes(found, 3, given, 9) != 0);
+    return tensors;
 }
 
-// Every position, type and format while all other tensors are as they should be.
-void test_formats() {
+// What follows from a plugin's tensors: outputs are like these inputs, wrong numbers of them are refused, and of every
+// position each type and format while all other tensors are as they should be.
+template <typename TensorsOf>
+void follows_its_tensors(nvinfer1::v_1_0::IPluginCreatorV3One& creator, const std::vector<PluginField>& fields,
+                         TensorsOf tensors_of, const std::vector<int>& like) {
+    const Owned plugin = create(creator, fields, TensorRTPhase::kBUILD);
+    auto& built = build(*plugin);
+    const int outputs = static_cast<int>(like.size());
+    const int inputs = static_cast<int>(tensors_of(DataType::kBF16).size()) - outputs;
+    // Shapes are passed on by identity, so any distinct values will do for expressions.
+    std::vector<DimsExprs> shapes(inputs), found(outputs + 1);
+    uintptr_t next = 1;
+    for (DimsExprs& shape : shapes) {
+        shape.nbDims = 4;
+        for (int i = 0; i < 4; ++i) {
+            shape.d[i] = reinterpret_cast<const nvinfer1::IDimensionExpr*>(next++);
+        }
+    }
+    auto& none = *reinterpret_cast<nvinfer1::IExprBuilder*>(shapes.data());  // never called
+    CHECK(built.getNbOutputs() == outputs);
+    CHECK(built.getOutputShapes(shapes.data(), inputs, nullptr, 0, found.data(), outputs, none) == 0);
+    CHECK(built.getOutputShapes(shapes.data(), inputs - 1, nullptr, 0, found.data(), outputs, none) != 0);
+    CHECK(built.getOutputShapes(shapes.data(), inputs, nullptr, 1, found.data(), outputs, none) != 0);
+    CHECK(built.getOutputShapes(shapes.data(), inputs, nullptr, 0, found.data(), outputs + 1, none) != 0);
+    for (int i = 0; i < outputs; ++i) {
+        const DimsExprs& wanted = shapes[like[i]];
+        CHECK(found[i].nbDims == wanted.nbDims && std::equal(wanted.d, wanted.d + 4, found[i].d));
+    }
+
     for (const DataType type : {DataType::kBF16, DataType::kHALF}) {
-        const Owned attention = create(attention_creator, Attributes().fields(), TensorRTPhase::kBUILD);
-        const auto good = dynamic(attention_tensors(Attributes(), 2, 5, 3, 64, type));
-        for (int position = 0; position < 11; ++position) {
+        const auto good = dynamic(tensors_of(type));
+        std::vector<DataType> given(inputs), types(outputs + 1);
+        std::transform(good.begin(), good.begin() + inputs, given.begin(), [](const auto& d) { return d.desc.type; });
+        CHECK(built.getOutputDataTypes(types.data(), outputs, given.data(), inputs) == 0);
+        CHECK(std::all_of(types.begin(), types.end() - 1, [&](DataType x) { return x == type; }));
+        CHECK(built.getOutputDataTypes(types.data(), outputs, given.data(), inputs + 1) != 0);
+        CHECK(built.getOutputDataTypes(types.data(), outputs + 1, given.data(), inputs) != 0);
+        for (int position = 0; position < inputs + outputs; ++position) {
             for (const DataType tried : kTypes) {
                 for (const TensorFormat format : kFormats) {
                     auto tensors = good;
                     tensors[position].desc.type = tried;
                     tensors[position].desc.format = format;
-                    const bool control = position >= 5 && position <= 7;
-                    const bool fits = control         ? tried == DataType::kINT32
-                                      : position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
-                                                      : tried == type;
-                    CHECK(build(*attention).supportsFormatCombination(position, tensors.data(), 8, 3) ==
+                    const bool fits = position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
+                                                    : tried == good[position].desc.type;
+                    CHECK(built.supportsFormatCombination(position, tensors.data(), inputs, outputs) ==
                           (fits && format == TensorFormat::kLINEAR));
                 }
             }
         }
-        for (const int position : {-1, 11}) {
-            CHECK(!build(*attention).supportsFormatCombination(position, good.data(), 8, 3));
+        for (const int position : {-1, inputs + outputs}) {
+            CHECK(!built.supportsFormatCombination(position, good.data(), inputs, outputs));
         }
-        CHECK(!build(*attention).supportsFormatCombination(0, good.data(), 7, 3));
-        CHECK(!build(*attention).supportsFormatCombination(0, good.data(), 8, 2));
+        CHECK(!built.supportsFormatCombination(0, good.data(), inputs - 1, outputs));
+        CHECK(!built.supportsFormatCombination(0, good.data(), inputs, outputs + 1));
     }
+}
+
+void test_tensors() {
+    const Attributes a;
+    follows_its_tensors(attention_creator, a.fields(),
+                        [&](DataType type) { return attention_tensors(a, 2, 5, 3, 64, type); }, {0, 3, 4});
+    follows_its_tensors(compact_creator, {}, [](DataType type) { return compact_tensors(4, 3, 2, 8, type); }, {0});
 }
 
 void test_configuration() {
@@ -227,17 +243,6 @@ void test_attention_enqueue() {
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, nullptr, nullptr) == 0);
 }
 
-// DDTreeKVCompact: cache [planes, slots, Hkv, S, D], slot ids and lengths [N], kept rows [N, K].
-std::array<PluginTensorDesc, 5> compact_tensors(int64_t planes, int64_t slots, int64_t n, int64_t k, DataType type) {
-    const Dims cache = dims({planes, slots, 2, 40, 64});
-    const Dims of[] = {cache, dims({n}), dims({n}), dims({n, k}), cache};
-    std::array<PluginTensorDesc, 5> tensors;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-        tensors[i] = {of[i], i == 0 || i == 4 ? type : DataType::kINT32, TensorFormat::kLINEAR, 1.0f};
-    }
-    return tensors;
-}
-
 void test_compact_identity_and_clones() {
     CHECK(std::string("DDTreeKVCompact") == compact_creator.getPluginName());
     CHECK(std::string("1") == compact_creator.getPluginVersion());
@@ -254,53 +259,11 @@ void test_compact_identity_and_clones() {
         CHECK(std::string("DDTreeKVCompact") == core(*plugin).getPluginName());
         CHECK(std::string("ddtree") == core(*plugin).getPluginNamespace());
         CHECK(build(*plugin).getTimingCacheID() != nullptr);
+        CHECK(build(*plugin).getWorkspaceSize(nullptr, 4, nullptr, 1) == 0);
     }
     logger.last.clear();
     CHECK(create(compact_creator, Attributes().fields()) == nullptr);
     CHECK(logger.last.find("DDTreeKVCompact: takes no attributes") != std::string::npos);
-}
-
-void test_compact_shapes_types_formats() {
-    const Owned plugin = create(compact_creator, {}, TensorRTPhase::kBUILD);
-    DimsExprs inputs[4] = {}, output{};
-    inputs[0].nbDims = 5;
-    inputs[0].d[2] = reinterpret_cast<const nvinfer1::IDimensionExpr*>(uintptr_t{8});
-    auto* builder = reinterpret_cast<nvinfer1::IExprBuilder*>(inputs);  // never called
-    nvinfer1::IExprBuilder& none = *builder;
-    CHECK(build(*plugin).getNbOutputs() == 1);
-    CHECK(build(*plugin).getOutputShapes(inputs, 4, nullptr, 0, &output, 1, none) == 0);
-    CHECK(output.nbDims == 5 && output.d[2] == inputs[0].d[2]);
-    CHECK(build(*plugin).getOutputShapes(inputs, 3, nullptr, 0, &output, 1, none) != 0);
-    CHECK(build(*plugin).getOutputShapes(inputs, 4, nullptr, 1, &output, 1, none) != 0);
-    CHECK(build(*plugin).getOutputShapes(inputs, 4, nullptr, 0, &output, 2, none) != 0);
-    const DataType given[] = {DataType::kHALF, DataType::kINT32, DataType::kINT32, DataType::kINT32};
-    DataType found{};
-    CHECK(build(*plugin).getOutputDataTypes(&found, 1, given, 4) == 0 && found == DataType::kHALF);
-    CHECK(build(*plugin).getOutputDataTypes(&found, 2, given, 4) != 0);
-    CHECK(build(*plugin).getWorkspaceSize(nullptr, 4, nullptr, 1) == 0);
-
-    for (const DataType type : {DataType::kBF16, DataType::kHALF}) {
-        const auto good = dynamic(compact_tensors(4, 3, 2, 8, type));
-        for (int position = 0; position < 5; ++position) {
-            for (const DataType tried : kTypes) {
-                for (const TensorFormat format : kFormats) {
-                    auto tensors = good;
-                    tensors[position].desc.type = tried;
-                    tensors[position].desc.format = format;
-                    const bool fits = position == 0   ? tried == DataType::kBF16 || tried == DataType::kHALF
-                                      : position == 4 ? tried == type
-                                                      : tried == DataType::kINT32;
-                    CHECK(build(*plugin).supportsFormatCombination(position, tensors.data(), 4, 1) ==
-                          (fits && format == TensorFormat::kLINEAR));
-                }
-            }
-        }
-        for (const int position : {-1, 5}) {
-            CHECK(!build(*plugin).supportsFormatCombination(position, good.data(), 4, 1));
-        }
-        CHECK(!build(*plugin).supportsFormatCombination(0, good.data(), 3, 1));
-        CHECK(!build(*plugin).supportsFormatCombination(0, good.data(), 4, 2));
-    }
 }
 
 void test_compact_configuration() {
@@ -375,12 +338,10 @@ int main() {
     test_identity_and_fields();
     test_bad_fields();
     test_serialisation_and_clone();
-    test_shapes_types_arity();
-    test_formats();
+    test_tensors();
     test_configuration();
     test_attention_enqueue();
     test_compact_identity_and_clones();
-    test_compact_shapes_types_formats();
     test_compact_configuration();
     test_compact_enqueue();
     std::printf("%d checks, %d failed\n", checks, failures);

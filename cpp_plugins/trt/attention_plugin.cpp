@@ -1,207 +1,195 @@
 #include "attention_plugin.h"
 
 #include <algorithm>
-#include <array>
-#include <exception>
-#include <string>
 
 namespace ddtree::trt {
 
 namespace {
 
-using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
-// The dimensions of the inputs, from either kind of TensorRT's descriptions.
-using InputDims = std::array<Dims, AttentionPlugin::kInputs>;
+// Name, place and type of every attribute. The last is stored in plans and no attribute of a node.
+std::vector<PluginField> fields_of(const AttentionAttributes& a) {
+    return {{"num_q_heads", &a.num_q_heads, PluginFieldType::kINT32, 1},
+            {"num_kv_heads", &a.num_kv_heads, PluginFieldType::kINT32, 1},
+            {"head_dim", &a.head_dim, PluginFieldType::kINT32, 1},
+            {"max_tree", &a.max_tree, PluginFieldType::kINT32, 1},
+            {"scale", &a.scale, PluginFieldType::kFLOAT32, 1},
+            {"mask_mode", &a.mask_mode, PluginFieldType::kINT32, 1},
+            {"workspace_bytes", &a.workspace_bytes, PluginFieldType::kINT64, 1}};
+}
 
-template <typename Desc, typename Of>
-InputDims dims_of(const Desc* inputs, Of of) {
-    InputDims dims;
-    for (size_t i = 0; i < dims.size(); ++i) {
-        dims[i] = of(inputs[i]);
+// The one value of an attribute, for which the ONNX parser and the engine may pass a wider type.
+int64_t integer_of(const PluginField& field) {
+    if (field.type == PluginFieldType::kINT32) {
+        return *static_cast<const int32_t*>(field.data);
     }
-    return dims;
+    if (field.type != PluginFieldType::kINT64) {
+        refuse(std::string(field.name) + " must be an integer");
+    }
+    return *static_cast<const int64_t*>(field.data);
+}
+
+double real_of(const PluginField& field) {
+    if (field.type == PluginFieldType::kFLOAT32) {
+        return *static_cast<const float*>(field.data);
+    }
+    if (field.type != PluginFieldType::kFLOAT64) {
+        refuse(std::string(field.name) + " must be a float");
+    }
+    return *static_cast<const double*>(field.data);
+}
+
+// Reads an attribute into the place of `slot`.
+void read(const PluginField& field, const PluginField& slot) {
+    if (field.data == nullptr || field.length != 1) {
+        refuse(std::string(field.name) + " must have one value");
+    }
+    void* const place = const_cast<void*>(slot.data);
+    if (slot.type == PluginFieldType::kFLOAT32) {
+        *static_cast<float*>(place) = static_cast<float>(real_of(field));
+        return;
+    }
+    const int64_t value = integer_of(field);
+    if (slot.type == PluginFieldType::kINT64) {
+        *static_cast<int64_t*>(place) = value;
+        return;
+    }
+    if (value != static_cast<int32_t>(value)) {
+        refuse(std::string(field.name) + " is out of range");
+    }
+    *static_cast<int32_t*>(place) = static_cast<int32_t>(value);
+}
+
+AttentionAttributes parse(const PluginFieldCollection* given, TensorRTPhase phase) {
+    if (given == nullptr || (given->nbFields > 0 && given->fields == nullptr)) {
+        refuse("no attributes given");
+    }
+    AttentionAttributes a;
+    std::vector<PluginField> missing = fields_of(a), stored{missing.back()};
+    missing.pop_back();
+    for (int32_t i = 0; i < given->nbFields; ++i) {
+        const std::string name = given->fields[i].name == nullptr ? "" : given->fields[i].name;
+        std::vector<PluginField>& slots = name == stored[0].name && phase == TensorRTPhase::kRUNTIME ? stored : missing;
+        const auto slot =
+            std::find_if(slots.begin(), slots.end(), [&](const PluginField& s) { return name == s.name; });
+        if (slot == slots.end()) {
+            refuse("unknown attribute '" + name + "'");
+        }
+        read(given->fields[i], *slot);
+        if (&slots == &missing) {
+            missing.erase(slot);
+        }
+    }
+    if (!missing.empty()) {
+        refuse(std::string("attribute ") + missing[0].name + " is missing");
+    }
+    if (a.num_kv_heads < 1 || a.num_q_heads < a.num_kv_heads || a.num_q_heads % a.num_kv_heads != 0) {
+        refuse("num_q_heads must be a multiple of num_kv_heads, found " + std::to_string(a.num_q_heads) + " and " +
+               std::to_string(a.num_kv_heads));
+    }
+    if (a.head_dim != 64 && a.head_dim != 128) {
+        refuse("head_dim must be 64 or 128, found " + std::to_string(a.head_dim));
+    }
+    if (a.max_tree < 1) {
+        refuse("max_tree must be positive, found " + std::to_string(a.max_tree));
+    }
+    if (!(a.scale > 0.0f && a.scale < 1e6f)) {
+        refuse("scale must be positive and finite, found " + std::to_string(a.scale));
+    }
+    if (a.mask_mode < 0 || a.mask_mode > 2) {
+        refuse("mask_mode must be 0 (tree), 1 (causal) or 2 (none), found " + std::to_string(a.mask_mode));
+    }
+    if (a.workspace_bytes < AttentionAttributes::kUnknown) {
+        refuse("workspace_bytes must not be negative, found " + std::to_string(a.workspace_bytes));
+    }
+    return a;
 }
 
 }  // namespace
 
-AttentionPlugin::AttentionPlugin(const AttentionAttributes& attributes, TensorRTPhase phase)
-    : attributes_(attributes), phase_(phase) {
+AttentionPlugin::AttentionPlugin(const PluginFieldCollection* fields, TensorRTPhase phase)
+    : Plugin(kName, phase,
+             {{4, false}, {4, false}, {4, false}, {4, false}, {4, false}, {1, true}, {1, true}, {3, true}},
+             {kQ, kPastK, kPastV}),
+      attributes_(parse(fields, phase)),
+      fields_(fields_of(attributes_)),
+      collection_{static_cast<int32_t>(fields_.size()), fields_.data()} {
     const auto& a = attributes_;
     timing_cache_id_ = std::string(kName) + "-" + kVersion + "-q" + std::to_string(a.num_q_heads) + "-kv" +
                        std::to_string(a.num_kv_heads) + "-d" + std::to_string(a.head_dim) + "-t" +
                        std::to_string(a.max_tree) + "-m" + std::to_string(a.mask_mode);
-    describe_fields();
 }
 
-AttentionPlugin::AttentionPlugin(const AttentionPlugin& other) : AttentionPlugin(other.attributes_, other.phase_) {}
+AttentionPlugin::AttentionPlugin(const AttentionPlugin& other)
+    : Plugin(other),
+      attributes_(other.attributes_),
+      fields_(fields_of(attributes_)),
+      collection_{static_cast<int32_t>(fields_.size()), fields_.data()},
+      timing_cache_id_(other.timing_cache_id_) {}
 
-void AttentionPlugin::describe_fields() {
-    fields_ = {PluginField("num_q_heads", &attributes_.num_q_heads, PluginFieldType::kINT32, 1),
-               PluginField("num_kv_heads", &attributes_.num_kv_heads, PluginFieldType::kINT32, 1),
-               PluginField("head_dim", &attributes_.head_dim, PluginFieldType::kINT32, 1),
-               PluginField("max_tree", &attributes_.max_tree, PluginFieldType::kINT32, 1),
-               PluginField("scale", &attributes_.scale, PluginFieldType::kFLOAT32, 1),
-               PluginField("mask_mode", &attributes_.mask_mode, PluginFieldType::kINT32, 1),
-               PluginField("workspace_bytes", &attributes_.workspace_bytes, PluginFieldType::kINT64, 1)};
-    collection_.nbFields = static_cast<int32_t>(fields_.size());
-    collection_.fields = fields_.data();
+std::vector<PluginField> AttentionPlugin::node_fields() {
+    std::vector<PluginField> fields = fields_of({});
+    fields.pop_back();
+    for (PluginField& field : fields) {
+        field.data = nullptr;
+    }
+    return fields;
 }
 
-nvinfer1::IPluginV3* AttentionPlugin::clone() noexcept {
-    try {
-        return new AttentionPlugin(*this);
-    } catch (const std::exception& error) {
-        failure(kName, error.what());
-        return nullptr;
-    }
+IPluginV3* AttentionPlugin::clone() noexcept {
+    return made(kName, [&] { return new AttentionPlugin(*this); });
 }
 
-int32_t AttentionPlugin::getOutputDataTypes(DataType* outputs, int32_t output_count, const DataType* inputs,
-                                            int32_t input_count) const noexcept {
-    if (input_count != kInputs || output_count != kOutputs) {
-        return failure(kName, "takes 8 inputs and gives 3 outputs");
-    }
-    outputs[kAttn] = inputs[kQ];
-    outputs[kPresentK] = inputs[kPastK];
-    outputs[kPresentV] = inputs[kPastV];
-    return 0;
-}
-
-int32_t AttentionPlugin::getOutputShapes(const DimsExprs* inputs, int32_t input_count, const DimsExprs*,
-                                         int32_t shape_input_count, DimsExprs* outputs, int32_t output_count,
-                                         nvinfer1::IExprBuilder&) noexcept {
-    if (input_count != kInputs || shape_input_count != 0 || output_count != kOutputs) {
-        return failure(kName, "takes 8 inputs, no shape inputs, and gives 3 outputs");
-    }
-    outputs[kAttn] = inputs[kQ];
-    outputs[kPresentK] = inputs[kPastK];
-    outputs[kPresentV] = inputs[kPastV];
-    return 0;
-}
-
-bool AttentionPlugin::supportsFormatCombination(int32_t position, const DynamicPluginTensorDesc* tensors,
-                                                int32_t input_count, int32_t output_count) noexcept {
-    if (input_count != kInputs || output_count != kOutputs || position < 0 || position >= kInputs + kOutputs ||
-        !is_linear(tensors[position].desc)) {
-        return false;
-    }
-    const DataType type = tensors[position].desc.type;
-    if (position == kSlotIds || position == kPastLen || position == kTreeMask) {
-        return type == DataType::kINT32;
-    }
-    return position == kQ ? is_half(type) : type == tensors[kQ].desc.type;
-}
-
-std::string AttentionPlugin::fault(const Dims* dims) const {
-    constexpr int32_t kRanks[kInputs] = {4, 4, 4, 4, 4, 1, 1, 3};
-    for (int32_t i = 0; i < kInputs; ++i) {
-        if (dims[i].nbDims != kRanks[i]) {
-            return "input " + std::to_string(i) + " must have " + std::to_string(kRanks[i]) + " dimensions, found " +
-                   std::to_string(dims[i].nbDims);
-        }
-    }
+void AttentionPlugin::check_extents(const Dims* dims) const {
     const auto& a = attributes_;
-    struct Rule {
-        Input input;
-        int32_t dimension;
-        int64_t expected;
-        const char* meaning;
-    };
     const int64_t n = dims[kQ].d[0];
     const int64_t t = dims[kQ].d[1];
     const int64_t slots = dims[kPastK].d[0];
     const int64_t capacity = dims[kPastK].d[2];
-    const Rule rules[] = {
-        {kQ, 2, a.num_q_heads, "num_q_heads"},
-        {kQ, 3, a.head_dim, "head_dim"},
-        {kK, 0, n, "N of q"},
-        {kK, 1, t, "T of q"},
-        {kK, 2, a.num_kv_heads, "num_kv_heads"},
-        {kK, 3, a.head_dim, "head_dim"},
-        {kV, 0, n, "N of q"},
-        {kV, 1, t, "T of q"},
-        {kV, 2, a.num_kv_heads, "num_kv_heads"},
-        {kV, 3, a.head_dim, "head_dim"},
-        {kPastK, 1, a.num_kv_heads, "num_kv_heads"},
-        {kPastK, 3, a.head_dim, "head_dim"},
-        {kPastV, 0, slots, "slots of past_k"},
-        {kPastV, 1, a.num_kv_heads, "num_kv_heads"},
-        {kPastV, 2, capacity, "S of past_k"},
-        {kPastV, 3, a.head_dim, "head_dim"},
-        {kSlotIds, 0, n, "N of q"},
-        {kPastLen, 0, n, "N of q"},
-        {kTreeMask, 0, n, "N of q"},
-    };
-    for (const Rule& rule : rules) {
-        const int64_t found = dims[rule.input].d[rule.dimension];
-        if (found >= 0 && rule.expected >= 0 && found != rule.expected) {
-            return "dimension " + std::to_string(rule.dimension) + " of input " + std::to_string(rule.input) +
-                   " must be " + rule.meaning + " = " + std::to_string(rule.expected) + ", found " +
-                   std::to_string(found);
-        }
-    }
+    check(dims, {{kQ, 2, a.num_q_heads, "num_q_heads"},
+                 {kQ, 3, a.head_dim, "head_dim"},
+                 {kK, 0, n, "N of q"},
+                 {kK, 1, t, "T of q"},
+                 {kK, 2, a.num_kv_heads, "num_kv_heads"},
+                 {kK, 3, a.head_dim, "head_dim"},
+                 {kV, 0, n, "N of q"},
+                 {kV, 1, t, "T of q"},
+                 {kV, 2, a.num_kv_heads, "num_kv_heads"},
+                 {kV, 3, a.head_dim, "head_dim"},
+                 {kPastK, 1, a.num_kv_heads, "num_kv_heads"},
+                 {kPastK, 3, a.head_dim, "head_dim"},
+                 {kPastV, 0, slots, "slots of past_k"},
+                 {kPastV, 1, a.num_kv_heads, "num_kv_heads"},
+                 {kPastV, 2, capacity, "S of past_k"},
+                 {kPastV, 3, a.head_dim, "head_dim"},
+                 {kSlotIds, 0, n, "N of q"},
+                 {kPastLen, 0, n, "N of q"},
+                 {kTreeMask, 0, n, "N of q"}});
     if (n >= 0 && slots >= 0 && n > slots) {
-        return "N = " + std::to_string(n) + " sequences need a cache slot each, found " + std::to_string(slots);
+        refuse("N = " + std::to_string(n) + " sequences need a cache slot each, found " + std::to_string(slots));
     }
     if (t > a.max_tree) {
-        return "T = " + std::to_string(t) + " is above max_tree = " + std::to_string(a.max_tree);
+        refuse("T = " + std::to_string(t) + " is above max_tree = " + std::to_string(a.max_tree));
     }
     if (capacity >= 0 && t > capacity) {
-        return "T = " + std::to_string(t) + " new tokens do not fit a cache of " + std::to_string(capacity) + " rows";
+        refuse("T = " + std::to_string(t) + " new tokens do not fit a cache of " + std::to_string(capacity) + " rows");
     }
     if (a.mask_mode == static_cast<int32_t>(MaskMode::tree)) {
+        check(dims, {{kTreeMask, 1, t, "T of q"}});
         const int64_t words = dims[kTreeMask].d[2];
-        const int64_t rows = dims[kTreeMask].d[1];
-        if (rows >= 0 && t >= 0 && rows != t) {
-            return "tree_mask has " + std::to_string(rows) + " rows for T = " + std::to_string(t);
+        const int64_t needed = (static_cast<int64_t>(a.max_tree) + 31) / 32;
+        if (words >= 0 && words < needed) {
+            refuse("tree_mask has " + std::to_string(words) + " words, max_tree = " + std::to_string(a.max_tree) +
+                   " needs " + std::to_string(needed));
         }
-        if (words >= 0 && words < (static_cast<int64_t>(a.max_tree) + 31) / 32) {
-            return "tree_mask has " + std::to_string(words) + " words, max_tree = " + std::to_string(a.max_tree) +
-                   " needs " + std::to_string((static_cast<int64_t>(a.max_tree) + 31) / 32);
-        }
-    }
-    return {};
-}
-
-int32_t AttentionPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t input_count,
-                                         const DynamicPluginTensorDesc*, int32_t output_count) noexcept {
-    try {
-        if (input_count != kInputs || output_count != kOutputs) {
-            return failure(kName, "takes 8 inputs and gives 3 outputs");
-        }
-        const InputDims most = dims_of(inputs, [](const auto& d) { return d.max; });
-        for (const InputDims& dims : {dims_of(inputs, [](const auto& d) { return d.desc.dims; }), most}) {
-            const std::string wrong = fault(dims.data());
-            if (!wrong.empty()) {
-                return failure(kName, wrong);
-            }
-        }
-        attributes_.workspace_bytes = static_cast<int64_t>(workspace_bound(most.data(), inputs[kQ].desc.type));
-        return 0;
-    } catch (const std::exception& error) {
-        return failure(kName, error.what());
     }
 }
 
-int32_t AttentionPlugin::onShapeChange(const PluginTensorDesc* inputs, int32_t input_count, const PluginTensorDesc*,
-                                       int32_t output_count) noexcept {
-    try {
-        if (input_count != kInputs || output_count != kOutputs) {
-            return failure(kName, "takes 8 inputs and gives 3 outputs");
-        }
-        const InputDims dims = dims_of(inputs, [](const auto& d) { return d.dims; });
-        const std::string wrong = fault(dims.data());
-        if (!wrong.empty()) {
-            return failure(kName, wrong);
-        }
-        if (attributes_.workspace_bytes == AttentionAttributes::kUnknown) {  // a plan that was stored without it
-            attributes_.workspace_bytes = static_cast<int64_t>(workspace_bound(dims.data(), inputs[kQ].type));
-        }
-        return 0;
-    } catch (const std::exception& error) {
-        return failure(kName, error.what());
+void AttentionPlugin::prepare(const Dims* dims, DataType type, TensorRTPhase phase) {
+    // At run time the plan has stored it, unless it is one of before.
+    if (phase == TensorRTPhase::kBUILD || attributes_.workspace_bytes == AttentionAttributes::kUnknown) {
+        attributes_.workspace_bytes = static_cast<int64_t>(workspace_bound(dims, type));
     }
 }
 
@@ -245,9 +233,7 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     if (call.sequences == 0 || call.tokens == 0) {
         return 0;
     }
-    // The builder times a plugin on separate buffers; a runtime that binds two would lose the past.
-    if (phase_ == TensorRTPhase::kRUNTIME &&
-        (outputs[kPresentK] != inputs[kPastK] || outputs[kPresentV] != inputs[kPastV])) {
+    if (!in_place(inputs, outputs, kPresentK)) {
         return failure(kName, "present_k and present_v must be bound to the addresses of past_k and past_v");
     }
     call.q = inputs[kQ];
@@ -265,8 +251,7 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     // What getWorkspaceSize asked for when the plan was built, and TensorRT gave: the launcher refuses a call that
     // needs more.
     call.workspace_bytes = static_cast<size_t>(std::max<int64_t>(attributes_.workspace_bytes, 0));
-    const Status status = tree_attention(call, stream);
-    return status == Status::ok ? 0 : failure(kName, text(status));
+    return launched(tree_attention(call, stream));
 }
 
 }  // namespace ddtree::trt

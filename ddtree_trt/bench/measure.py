@@ -22,7 +22,6 @@ from ddtree_trt.doctor import diagnose
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
 from ddtree_trt.runtime.engines.profile import fingerprint
-from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import Prompt
 
 BASELINE = AUTOREGRESSIVE.name
@@ -107,15 +106,10 @@ def engine_runs(session: Session, settings: BenchSettings) -> dict[str, Run]:
 
 def _run(session: Session, case: Case) -> Run:
     def run(prompt_ids: Sequence[int], request: Request) -> Outcome:
-        params = SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            method=case.method,
-            tree_budget="auto" if case.budget is None else case.budget,
-        )
         started_s = time.perf_counter()
-        output, ended_s = session.generate(list(prompt_ids), params, device_rounds="on" if case.device else "off")
+        output, ended_s = session.run(
+            list(prompt_ids), case, max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed
+        )
         metrics = output.metrics
         assert metrics.first_token_s is not None, "a finished request has emitted a token"
         return Outcome(

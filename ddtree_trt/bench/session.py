@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
+from ddtree_trt.bench.settings import Case
 from ddtree_trt.runtime.core import assemble_core, open_core
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.options import DEFAULTS, DeviceRoundsMode, EngineOptions
@@ -34,6 +36,12 @@ class Session:
         ended_s = time.perf_counter()
         request.raise_error()
         return request.output(), ended_s
+
+    def run(self, prompt: Prompt, case: Case, **params: Any) -> tuple[RequestOutput, float]:
+        """`generate` as the case says, on the device or the host, whatever `auto` would choose."""
+        budget = "auto" if case.budget is None else case.budget
+        given = SamplingParams(method=case.method, tree_budget=budget, **params)
+        return self.generate(prompt, given, device_rounds="on" if case.device else "off")
 
     def close(self) -> None:
         self.core.close()

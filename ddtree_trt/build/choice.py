@@ -11,10 +11,9 @@ from ddtree_trt.artifact.backends import BACKENDS, BEST_ON_GPUS, ONNXRUNTIME, Ba
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.tensorrt.backend import sm_for_values
-from ddtree_trt.build.outline import Pair
+from ddtree_trt.build.pair import Pair
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.survey import CUDA, DRIVER, Survey
-from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError, install_with
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
 from ddtree_trt.records import misplaced_option
@@ -117,7 +116,7 @@ def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Want
         yield Obstacle(survey.no_gpu)
         return
     if pair:
-        kind = kind_of(pair.drafter.dims)
+        kind = pair.drafter.kind
         if backend.half not in kind.halves:
             yield Obstacle(f"{kind.title}s are not implemented for it")
         if not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):

@@ -6,9 +6,9 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
@@ -22,9 +22,9 @@ from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.choice import backend_build, choose_backend, resolve_precision
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
-from ddtree_trt.build.outline import Pair, outline_pair
+from ddtree_trt.build.pair import Pair, open_pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, Preset, find_preset
-from ddtree_trt.build.sources import Source, locate, named_source
+from ddtree_trt.build.sources import Source, named_source
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.drafters.registry import kind_of
@@ -33,9 +33,6 @@ from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.reading import shown
 from ddtree_trt.records import option
-
-if TYPE_CHECKING:
-    from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 BackendChoice = Literal["auto", BackendName]
 PrecisionChoice = Literal["auto", PrecisionName]
@@ -100,10 +97,10 @@ def compile_engine(
     found = resolve(request, notice)
     preset, backend, precision, limits = found.preset, found.backend, found.precision, found.limits
     destination = prepare_destination(request.destination, force=request.force)
-    target, drafter = _open_pair(*found.sources)
+    target, drafter = open_pair(*found.sources)
     tokenizer = find_tokenizer(target.path)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
-    _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
+    _check_space(destination, Pair(target, drafter).bytes_on_disk(backend.backend.name, precision))
 
     with atomic_directory(destination, force=request.force) as directory:
         copy_tokenizer(tokenizer, target.path, target.stop_token_ids, directory)
@@ -201,25 +198,6 @@ def _preset(request: BuildRequest) -> Preset | None:
     if request.target is None:
         raise UsageError("--checkpoint without --target needs --drafter PATH too")
     return find_preset(name)
-
-
-def _open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]:
-    """Target and drafter, with what the drafter takes from the target. Raises CheckpointError."""
-    # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
-    from ddtree_trt.build.checkpoint.reader import check_pair, with_rows_of_head
-
-    first, second = _open(target, "--checkpoint"), _open(drafter, "--drafter")
-    second = with_rows_of_head(replace(second, dims=second.kind.fitted(first.dims)), first)
-    check_pair(first, second)
-    return first, second
-
-
-def _open(source: Source, option: str) -> Checkpoint:
-    """The checkpoint of a source. Raises CheckpointError."""
-    from ddtree_trt.build.checkpoint.reader import load_checkpoint
-
-    found = locate(source, option)
-    return load_checkpoint(found.path, name=found.name, revision=found.revision)
 
 
 def _check_numbers(request: BuildRequest) -> None:

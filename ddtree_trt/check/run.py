@@ -35,8 +35,6 @@ from ddtree_trt.check.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
-from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import SamplingParams
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
@@ -57,12 +55,13 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
                 )
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
         agreement = measure_agreement(session.engine, list(texts.values()))
-        cases = engine_cases(manifest, list(dict.fromkeys([*GREEDY_BUDGETS, _golden_budget(manifest)])))
+        golden = min(GOLDEN_BUDGET, limits.max_tree_budget)
+        cases = engine_cases(manifest, list(dict.fromkeys([*GREEDY_BUDGETS, golden])))
         if agreement.broken:  # what drafts cannot be decoded with
             cases = [case for case in cases if not METHODS[case.method].drafts]
         greedy = _check_greedy(session, texts, cases, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
-    tau = () if agreement.broken else _check_tau(manifest, greedy, settings)
+    tau = () if agreement.broken else _check_tau(manifest, greedy, golden, judged=set(settings.prompts) == {TINY})
     judged = [finding.passed for finding in tau if finding.judged]
     low = not all(judged) if judged else agreement.tau < LOW_TAU
     return CheckReport(
@@ -78,7 +77,7 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
 
 def answers(session: Session, prompts: Sequence[list[int]], max_tokens: int) -> list[Text]:
     """The texts that the target makes of prompts, token by token."""
-    outputs = [_generate(session, ids, Case(AUTOREGRESSIVE.name), max_tokens, 0.0, 0) for ids in prompts]
+    outputs = [session.run(ids, Case(AUTOREGRESSIVE.name), max_tokens=max_tokens)[0] for ids in prompts]
     return [Text((*ids, *o.outputs[0].token_ids), len(ids)) for ids, o in zip(prompts, outputs, strict=True)]
 
 
@@ -110,17 +109,6 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
     return sorted(cases, key=lambda case: case.method != AUTOREGRESSIVE.name)
 
 
-def _generate(
-    session: Session, prompt: list[int], case: Case, max_tokens: int, temperature: float, seed: int
-) -> RequestOutput:
-    """The output of a request decoded on the device or the host as the case says, whatever `auto` would choose."""
-    budget = "auto" if case.budget is None else case.budget
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, method=case.method, tree_budget=budget
-    )
-    return session.generate(prompt, params, device_rounds="on" if case.device else "off")[0]
-
-
 def _check_greedy(
     session: Session, texts: dict[str, Text], cases: Sequence[Case], settings: CheckSettings, progress: Progress
 ) -> tuple[GreedyFinding, ...]:
@@ -131,7 +119,7 @@ def _check_greedy(
         differences, taus, lengths = [], [], []
         for name, text in texts.items():
             ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
-            output = _generate(session, ids, case, settings.max_tokens, 0.0, 0)
+            output, _ = session.run(ids, case, max_tokens=settings.max_tokens)
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
             lengths += output.metrics.acceptance_lengths
@@ -142,10 +130,6 @@ def _check_greedy(
         findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus)), depths))
     progress("greedy equality", len(cases), len(cases))
     return tuple(findings)
-
-
-def _golden_budget(manifest: Manifest) -> int:
-    return min(GOLDEN_BUDGET, manifest.limits.max_tree_budget)
 
 
 def _explain(session: Session, name: str, prompt: list[int], expected: list[int], found: list[int]) -> Difference:
@@ -190,8 +174,8 @@ def _check_distribution(
             for j, ids in enumerate(chosen):
                 for temperature in TEMPERATURES:
                     seed = (number * settings.seeds + i) * len(chosen) + j
-                    output = _generate(session, ids, case, settings.sampled_tokens, temperature, seed)
-                    tokens = output.outputs[0].token_ids
+                    sampling = {"max_tokens": settings.sampled_tokens, "temperature": temperature, "seed": seed}
+                    tokens = session.run(ids, case, **sampling)[0].outputs[0].token_ids
                     rows = target_logits(session, ids, tokens)
                     found = [place_in_distribution(*pair, temperature, rng) for pair in zip(rows, tokens, strict=True)]
                     places += [place for place in found if place is not None]
@@ -200,11 +184,10 @@ def _check_distribution(
     return tuple(findings)
 
 
-def _check_tau(manifest: Manifest, greedy: Sequence[GreedyFinding], settings: CheckSettings) -> tuple[TauFinding, ...]:
-    judged = set(settings.prompts) == {TINY}
-    findings = []
-    for method, (low, high) in manifest.golden_tau.items():
-        case = Case(method, _golden_budget(manifest) if METHODS[method].branches else None)
-        tau = next(f.tau for f in greedy if f.case == case.label)
-        findings.append(TauFinding(case.label, tau, low, high, judged))
-    return tuple(findings)
+def _check_tau(
+    manifest: Manifest, greedy: Sequence[GreedyFinding], budget: int, *, judged: bool
+) -> tuple[TauFinding, ...]:
+    found = {finding.case: finding.tau for finding in greedy}
+    labels = {name: Case(name, budget if METHODS[name].branches else None).label for name in manifest.golden_tau}
+    ranges = manifest.golden_tau.items()
+    return tuple(TauFinding(labels[name], found[labels[name]], *range_, judged) for name, range_ in ranges)

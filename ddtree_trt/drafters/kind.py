@@ -1,13 +1,13 @@
 """The record of a kind of drafter.
 
 A kind is a package beside this module, and one subclass of `DrafterKind` in its `dims.py` that `registry.py` lists. The
-record is light: it names what builds and runs the drafter by a text, which is imported when it is called for.
+record is light: what builds and what runs the drafter are halves of the package, imported when they are called for.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
@@ -31,9 +31,9 @@ class DrafterKind(ABC):
     record: ClassVar[type[TransformerDims]]  # of its dimensions; those of two kinds differ
     drafts: ClassVar[Drafts]
     shifted_inputs: ClassVar[bool] = False  # a row of its cache is made of a token's states and of the token after it
-    # "module:name" of its halves. Of builds: "dialects", a list of `Dialect`, and "graph", a function of (Graph, the
-    # drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its `Drafter`.
-    halves: ClassVar[Mapping[str, str]]
+    # Its halves. Of builds: "dialects", with a list of `Dialect`, and "graph", with a function of (Graph, the
+    # drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its `Drafter`, in `on_BACKEND.py`.
+    halves: ClassVar[tuple[str, ...]]
 
     tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
     target_layers: int | None = None  # layers of the target it was trained for; None where any will do
@@ -48,9 +48,10 @@ class DrafterKind(ABC):
 
     @classmethod
     def load(cls, half: str) -> Any:
-        """What `halves` names. Raises KeyError where the kind has no such half."""
-        module, _, name = cls.halves[half].partition(":")
-        return getattr(import_module(module), name)
+        """What one of `halves` is for."""
+        package, names = cls.__module__.rpartition(".")[0], {"dialects": "DIALECTS", "graph": "build"}
+        module = half if half in names else f"on_{half}"
+        return getattr(import_module(f"{package}.{module}"), names.get(half, "make"))
 
     @property
     def own_tables(self) -> tuple[Part, ...]:

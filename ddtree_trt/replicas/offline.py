@@ -7,10 +7,9 @@ import fcntl
 import hashlib
 import json
 import os
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -26,7 +25,8 @@ from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
 
 Row = dict[str, Any]  # an answer as a line of OpenAI's batch output
-Ask = Callable[["OfflineRequest"], "Future[Row]"]  # begins a request
+Ask = Callable[["OfflineRequest"], Awaitable[Row]]  # of an engine
+Starting = Callable[[], Awaitable[None]]  # waits until an engine is there
 _URLS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}  # by the field that only this body has
 _REQUESTS_PER_SLOT = 2  # under way at a time, so that the next is there when one ends
 
@@ -95,13 +95,14 @@ def map_prompts(
         resumed = len(answers.places)
         todo = [request for request in requests if request.custom_id not in answers.places]
         if todo:
-            engines = (
-                _engine(engine_dir, options) if not replicas else _engines(engine_dir, options, replicas, len(todo))
-            )
-            with engines as starting:
-                for row in _spread(starting, todo, _REQUESTS_PER_SLOT * slots):
-                    answers.append(row)
-                    progress("requests", len(answers.places), len(requests))
+
+            def answered(row: Row) -> None:
+                answers.append(row)
+                progress("requests", len(answers.places), len(requests))
+
+            opened = _engines(engine_dir, options, replicas, len(todo)) if replicas else _engine(engine_dir, options)
+            with opened as engines:
+                _run(_spread(engines, todo, _REQUESTS_PER_SLOT * slots, answered))
         return answers.finish([request.custom_id for request in requests], resumed)
 
 
@@ -164,27 +165,37 @@ def _request(line: str, number: int, seed: int) -> OfflineRequest:
     return OfflineRequest(custom_id, url, json.dumps(body))
 
 
-def _spread(starting: dict[Future[Any], Ask], todo: Sequence[OfflineRequest], each: int) -> Iterator[Row]:
-    """The answers, in the order in which they come.
+async def _spread(
+    engines: Mapping[Ask, Starting], todo: Sequence[OfflineRequest], each: int, answered: Callable[[Row], None]
+) -> None:
+    """Answer the requests, and end what is left to do when the last one is answered or one fails.
 
     Args:
-        starting: how to ask each engine, by what is done when it is there.
+        engines: how to ask each engine, and how to wait until it can be.
         each: how many requests an engine gets at a time.
+        answered: gets the answers, in the order in which they come.
     """
-    free: deque[Ask] = deque()
-    pending: dict[Future[Row], Ask] = {}
-    left = deque(todo)
-    while left or pending:
-        while free and left:
-            ask = free.popleft()
-            pending[ask(left.popleft())] = ask
-        for future in wait([*starting, *pending], return_when=FIRST_COMPLETED).done:
-            result = future.result()
-            if future in starting:
-                free.extend([starting.pop(future)] * each)
-            else:
-                free.append(pending.pop(future))
-                yield result
+    left, count = iter(todo), 0
+
+    async def work(ask: Ask, starting: Starting) -> None:
+        nonlocal count
+        await starting()
+        for request in left:
+            row = await ask(request)
+            answered(row)
+            count += 1
+
+    workers = [asyncio.ensure_future(work(*engine)) for engine in engines.items() for _ in range(each)]
+    pending = {*workers}
+    try:
+        while count < len(todo):  # the worker of the last answer ends with it; another engine may never be there
+            done, pending = await asyncio.wait(pending, return_when=FIRST_COMPLETED)
+            for worker in done:
+                worker.result()
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
 class _Engine:
@@ -218,34 +229,25 @@ class _Engine:
         name = request.custom_id
         return {"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": None}
 
-    async def close(self) -> None:
-        """End the engine and what is under way."""
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    def close(self) -> None:
+        """Release the engine."""
         self._app.close()
 
 
 @contextmanager
-def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Future[Any], Ask]]:
-    """An engine in this process, with an event loop for it."""
-    engine, loop, there = _Engine(engine_dir, options), asyncio.new_event_loop(), Future[None]()
-    there.set_result(None)
-    thread = threading.Thread(target=loop.run_forever, name="ddtree-offline", daemon=True)
-    thread.start()
-    try:
-        yield {there: lambda request: asyncio.run_coroutine_threadsafe(engine.answer(request), loop)}
-    finally:
-        asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Ask, Starting]]:
+    """An engine in this process."""
+
+    async def there() -> None: ...
+
+    with closing(_Engine(engine_dir, options)) as engine:
+        yield {engine.answer: there}
 
 
 @contextmanager
 def _engines(
     engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions, requests: int
-) -> Iterator[dict[Future[Any], Ask]]:
+) -> Iterator[dict[Ask, Starting]]:
     """Engines as Ray's actors, no more than there are requests. One that is lost is started again, and what it had
     under way with it."""
     import ray
@@ -260,15 +262,22 @@ def _engines(
         )
         options = replace(options, threads=threads_of(options, cpus))
         engines = [actor.remote(engine_dir, options) for _ in range(min(replicas.most, requests))]
-
-        def asking(engine: Any) -> Ask:
-            return lambda request: engine.answer.remote(request).future()
-
         try:
-            yield {engine.__ray_ready__.remote().future(): asking(engine) for engine in engines}
+            yield {engine.answer.remote: engine.__ray_ready__.remote for engine in engines}
         except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()[-1]
             raise EngineError(f"an engine failed: {reason}; the answers that are there are kept") from error
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end; in a notebook, whose event loop runs already, on a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, work).result()
 
 
 class _Answers:
@@ -294,9 +303,14 @@ class _Answers:
         for line in self._file:
             if not line.endswith(b"\n"):  # of a run that was killed while it wrote this
                 break
-            row = json.loads(line)
+            try:
+                row = dict(json.loads(line))
+                custom_id = row["custom_id"] if end else ""
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"{self._part} is damaged at byte {end}"
+                raise UsageError(f"{problem}; cut it off there, or remove the file") from error
             if end:
-                self.places[row["custom_id"]] = end
+                self.places[custom_id] = end
             elif row != run:
                 self._refuse(row, run)
             end += len(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -23,7 +22,7 @@ from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import DEVICE_ROUND, ROUND_STAGES, RequestMetrics
 from ddtree_trt.runtime.text.codec import Prompt, TextCodec
-from ddtree_trt.terminal.printing import print_note
+from ddtree_trt.terminal.printing import print_json, print_note
 from ddtree_trt.terminal.tree_view import TreeView
 
 AR = AUTOREGRESSIVE.name
@@ -74,18 +73,13 @@ def closing_line(m: RequestMetrics, ending: str = "") -> str:
 
 def print_output_json(output: RequestOutput, *, pretty: bool) -> None:
     """One request as JSON: its completions, figures and usage. Raises UsageError where one ended with an error."""
-    _print_json(_plain(output), pretty=pretty)
+    print_json(_plain(output), pretty=pretty)
     _raise_error(output)
 
 
 def _raise_error(output: RequestOutput) -> None:
     if error := next((o.error for o in output.outputs if o.error is not None), None):
         raise UsageError(error)
-
-
-def _print_json(data: Any, *, pretty: bool) -> None:
-    """One line (JSON Lines), or many for a reader."""
-    print(json.dumps(data, ensure_ascii=False, indent=1 if pretty else None))
 
 
 def _plain(output: RequestOutput) -> dict[str, Any]:
@@ -101,7 +95,7 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
 def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, pretty: bool) -> None:
     """Run the request by its method and by the baselines, interleaved, on the same engine; print the medians.
 
-    Raises NotIdentical when the outputs differ.
+    Raises DDTreeError where the outputs differ.
     """
     if params.stochastic and params.seed is None:
         # With one seed every method that samples from the target draws the same tokens.
@@ -121,7 +115,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
     differing = [m for m in runs if tokens[m] != tokens[AR]]
     if as_json:
         rows = {m: {"tokens_per_s": speeds[m], **_plain(firsts[m])} for m in runs}
-        _print_json({"identical": not differing, "warning": warning, "methods": rows}, pretty=pretty)
+        print_json({"identical": not differing, "warning": warning, "methods": rows}, pretty=pretty)
     else:
         for completion in firsts[params.method].outputs:
             print(completion.text)
@@ -133,11 +127,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
         if warning:
             print(warning)
     if differing:
-        raise NotIdentical(_explain(llm, prompt, params, differing[0], tokens))
-
-
-class NotIdentical(DDTreeError):
-    """A method's output differs from the autoregressive one."""
+        raise DDTreeError(_explain(llm, prompt, params, differing[0], tokens))
 
 
 def _print_table(metrics: dict[str, RequestMetrics], speeds: dict[str, float]) -> None:

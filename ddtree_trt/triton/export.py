@@ -29,17 +29,13 @@ from ddtree_trt.device.survey import DRIVER
 from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError
 from ddtree_trt.plugins import library
 from ddtree_trt.records import check, option, with_fields
-from ddtree_trt.triton import ENGINE_FOLDER, inputs
-from ddtree_trt.triton.inputs import LayoutName
+from ddtree_trt.triton import ENGINE_FOLDER
+from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
 _MAX_INSTANCES = 64  # far above any use: a larger number is a typing error
 _MAX_GPUS = 1024  # likewise
-_CONVENTIONS = {
-    "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
-    "vllm": "Triton's vLLM backend",
-}
 # An example: a chat in the template of Qwen3, as JSON without apostrophes, because it is quoted by those in a shell.
 _PROMPT = (
     "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
@@ -111,7 +107,7 @@ def export_triton(
         "version": __version__,
         "model_name": name,
         "layout": options.layout,
-        "inputs": inputs.config(options.layout),
+        **LAYOUTS[options.layout].config(),
         "instances": str(options.instances),
         "kind": "KIND_GPU" if gpus else "KIND_CPU",
         "gpus": ", ".join(map(str, gpus)),
@@ -122,7 +118,6 @@ def export_triton(
         "extra": extra,
         "machine": _machine(manifest),
         "precision": manifest.precision,
-        "convention": _CONVENTIONS[options.layout],
         "repository": str(repository),
         "curl_whole": f"{curl}/generate -d '{_QUESTIONS[options.layout] % 'false'}'",
         "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[options.layout] % 'true'}'",
@@ -134,9 +129,9 @@ def export_triton(
         version = directory / VERSION_FOLDER
         version.mkdir()
         (version / "model.py").write_bytes((template / VERSION_FOLDER / "model.py").read_bytes())
-        for source, target in ((f"config.{options.layout}.pbtxt", "config.pbtxt"), ("README.md", "README.md")):
-            text = Template((template / source).read_text(encoding="utf-8")).substitute(values)
-            (directory / target).write_text(text, encoding="utf-8")
+        for file in ("config.pbtxt", "README.md"):
+            text = Template((template / file).read_text(encoding="utf-8")).substitute(values)
+            (directory / file).write_text(text, encoding="utf-8")
         written = {
             path.relative_to(directory).as_posix(): sha256_file(path)
             for path in sorted(directory.rglob("*"))

@@ -1,6 +1,6 @@
 """Reading an inference request: tensors and parameters to a prompt and `SamplingParams`.
 
-Every input in the table of `inputs` is honoured, or has no effect by its value; none is dropped.
+Every input in the tables of `layouts` is honoured, or has no effect by its value; none is dropped.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.reading import Source, parse_json
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.names import STRUCTURED, without_aliases
 from ddtree_trt.runtime.structured.record import StructuredOutput
-from ddtree_trt.triton.inputs import FIELDS, ONLY, OTHERS
-from ddtree_trt.triton.settings import Layout
+from ddtree_trt.triton.layouts import TIMES, Layout
 
 Inputs = Mapping[str, NDArray[Any]]
 
 _LONGEST_US = 10**15  # thirty years
 # Request parameters for the server or the client, not for the model.
 _RESERVED = {"id", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+_LOG_PROBS = ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
+# Optional output → the input that asks for it.
+_SWITCHES = {
+    "num_input_tokens": "return_num_input_tokens",
+    "num_output_tokens": "return_num_output_tokens",
+    **dict.fromkeys(TIMES, "return_perf_metrics"),
+}
+_JSON = Source("sampling_parameters", UsageError, "give an object of names and values")
 # vLLM parameters that are not supported → the value without effect, which is accepted.
 _NEUTRAL = {
     "best_of": 1,
@@ -68,7 +76,11 @@ def parse(
         timeout_us: the request's timeout in microseconds; 0 is none. `generate` passes it as a parameter instead.
         requested: outputs the client listed, or all `declared` ones when it listed none.
     """
-    _refuse(inputs)
+    for name, array in inputs.items():
+        if (row := layout.inputs.get(name)) is None:
+            raise UsageError(f"input {shown(name)} is unknown; remove it from the request and from config.pbtxt")
+        if row.only and not (array.size and all(value in row.only for value in _values(name, array))):
+            raise UsageError(f"{name} takes {' or '.join(map(repr, row.only))} only; leave it out")
     if "text_input" not in inputs:
         raise UsageError("text_input is missing; give the prompt as one string")
     stream = bool(_scalar(inputs, "stream", False))
@@ -76,36 +88,31 @@ def parse(
     if echo and stream:
         raise UsageError("exclude_input_in_output=false needs stream=false: a stream holds the completion only")
     given = {k: v for k, v in parameters.items() if k not in _RESERVED and not k.startswith("triton_")}
-    timeout_us = _microseconds(given.pop("timeout", timeout_us))
-    wants_log_probs = any(
-        _scalar(inputs, n, False) for n in ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
-    )
+    timeout_us = given.pop("timeout", timeout_us)
+    if type(timeout_us) is not int or not 0 <= timeout_us <= _LONGEST_US:
+        limits = f"a whole number from 0 to {_LONGEST_US}"
+        raise UsageError(f"timeout must be microseconds, {limits}, not {shown(timeout_us)}")
+    log_probs = any(_scalar(inputs, name, False) for name in _LOG_PROBS)
+    if requested == declared:  # without the optional ones, where the client has listed none
+        switches = _SWITCHES if log_probs else {**_SWITCHES, layout.cum_log_probs: "", layout.log_probs: ""}
+        requested = frozenset(o for o in requested if o not in switches or _scalar(inputs, switches[o], False))
     return Call(
         prompt=_scalar(inputs, "text_input", ""),
-        params=_sampling_params(inputs, given, wants_log_probs),
+        params=_sampling_params(inputs, layout, given, log_probs),
         stream=stream,
         echo=echo,
         timeout_s=timeout_us / 1e6 if timeout_us else None,
-        outputs=_outputs(inputs, layout, requested, declared, wants_log_probs),
+        outputs=requested,
     )
 
 
-def _refuse(inputs: Inputs) -> None:
-    for name, array in inputs.items():
-        if name in ONLY:
-            if not array.size or not all(value in ONLY[name] for value in _values(name, array)):
-                raise UsageError(f"{name} takes {' or '.join(map(repr, ONLY[name]))} only; leave it out")
-        elif name not in FIELDS and name not in OTHERS:
-            raise UsageError(f"input {shown(name)} is unknown; remove it from the request and from config.pbtxt")
-
-
-def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_probs: bool) -> SamplingParams:
+def _sampling_params(inputs: Inputs, layout: Layout, parameters: Mapping[str, Any], log_probs: bool) -> SamplingParams:
     sources: list[tuple[str, Any, str]] = []  # field, value, where it was given
-    for name, field in FIELDS.items():
-        if name in inputs:
-            several = PARAMETERS[field].type == tuple[str, ...]
+    for name, row in layout.inputs.items():
+        if name in inputs and row.field:
+            several = PARAMETERS[row.field].type == tuple[str, ...]
             words = [word for word in _values(name, inputs[name]) if word] if several else None
-            sources.append((field, _scalar(inputs, name, None) if words is None else words, name))
+            sources.append((row.field, _scalar(inputs, name, None) if words is None else words, name))
     if (guide := _guide(inputs)) is not None:
         sources.append((STRUCTURED, guide, "guided_decoding_guide"))
     if "end_id" in inputs:
@@ -117,7 +124,7 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
         if field in fields:
             raise UsageError(f"{field} is given twice, the second time by {where}; give it once")
         fields[field] = value
-    if wants_log_probs:
+    if log_probs:
         fields.setdefault("logprobs", 0)
     return SamplingParams.from_mapping(fields)
 
@@ -154,42 +161,10 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json(inputs: Inputs) -> dict[str, Any]:
     text = _scalar(inputs, "sampling_parameters", "")
-    if not text:
-        return {}
-    try:
-        data = json.loads(text)
-    except RecursionError as error:
-        raise UsageError("sampling_parameters is nested too deeply; it is an object of names and values") from error
-    except ValueError as error:
-        reason = error if isinstance(error, json.JSONDecodeError) else "a number has too many digits"
-        raise UsageError(f"sampling_parameters is not JSON: {reason}") from error
+    data = parse_json(text, _JSON) if text else {}
     if not isinstance(data, dict):
-        raise UsageError(f"sampling_parameters must be a JSON object, not {shown(data)}")
+        raise _JSON.fault(f"it must be a JSON object, not {shown(data)}")
     return data
-
-
-def _microseconds(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LONGEST_US:
-        raise UsageError(f"timeout must be microseconds, a whole number from 0 to {_LONGEST_US}, not {shown(value)}")
-    return value
-
-
-def _outputs(
-    inputs: Inputs, layout: Layout, requested: frozenset[str], declared: frozenset[str], wants_log_probs: bool
-) -> frozenset[str]:
-    """The requested outputs, without the optional ones that were neither listed nor asked for by their switch."""
-    if requested != declared:
-        return requested
-    times = dict.fromkeys(
-        ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns"), _scalar(inputs, "return_perf_metrics", False)
-    )
-    switches = {
-        "num_input_tokens": _scalar(inputs, "return_num_input_tokens", False),
-        "num_output_tokens": _scalar(inputs, "return_num_output_tokens", False),
-        **dict.fromkeys((layout.cum_log_probs, layout.log_probs), wants_log_probs),
-        **times,
-    }
-    return frozenset(name for name in requested if switches.get(name, True))
 
 
 def _scalar(inputs: Inputs, name: str, default: Any) -> Any:

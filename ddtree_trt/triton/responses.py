@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
+from ddtree_trt.triton.layouts import TIMES, Layout, Tensor
 from ddtree_trt.triton.requests import Call
-from ddtree_trt.triton.settings import Layout
 
 Arrays = dict[str, NDArray[Any]]
+_NUMPY = {"FP32": np.float32, "INT32": np.int32, "UINT32": np.uint32, "INT64": np.int64}
 
 
 class Responder:
@@ -34,77 +36,51 @@ class Responder:
     def arrays(self, part: RequestOutput) -> Arrays:
         """The wanted output tensors of a part, or of the whole when nothing is streamed.
 
-        text_output and finish_reason are object [n]; other per-sequence tensors are [1, n] or [n], and scalars [1, 1]
-        or [1], by layout. Sequences without output in the part have an empty text.
+        Texts are object [n]; other per-sequence tensors are [1, n] or [n], and scalars [1, 1] or [1], by layout.
+        Sequences without output in the part have an empty text.
         """
-        call, layout = self._call, self._layout
-        outputs: list[CompletionOutput | None] = [None] * call.params.n
-        for output in part.outputs:
-            outputs[output.index] = output
-        arrays: Arrays = {}
-        if "text_output" in call.outputs:
-            start = call.prompt if call.echo else ""
-            arrays["text_output"] = _strings([start + o.text if o else start for o in outputs])
-        if "finish_reason" in call.outputs:
-            arrays["finish_reason"] = _strings([(o and o.finish_reason) or layout.unfinished for o in outputs])
-        if "num_input_tokens" in call.outputs:
-            arrays["num_input_tokens"] = self._scalar(len(part.prompt_token_ids), layout.count_dtype)
-        if "num_output_tokens" in call.outputs:
-            counts = [len(o.token_ids) if o else 0 for o in outputs]
-            arrays["num_output_tokens"] = (
-                np.array(counts, layout.count_dtype)
-                if layout.counts_per_sequence
-                else self._scalar(sum(counts), layout.count_dtype)
-            )
-        if self._log_probs_wanted:
-            self._add_log_probs(arrays, [(o and o.logprobs) or [] for o in outputs])
-        if part.finished:
-            arrays.update(self._totals(part))
-        return arrays
-
-    def _add_log_probs(self, arrays: Arrays, tokens: list[list[TokenLogprob]]) -> None:
-        layout, wanted = self._layout, self._call.outputs
-        for i, sequence in enumerate(tokens):
-            self._cumulative[i] += sum(t.logprob for t in sequence)
-        if layout.cum_log_probs in wanted:
-            arrays[layout.cum_log_probs] = self._row(np.array(self._cumulative, np.float32))
-        if layout.log_probs in wanted:
-            arrays[layout.log_probs] = self._row(_padded(tokens)) if layout.batched else _as_json(tokens)
-
-    def _totals(self, part: RequestOutput) -> Arrays:
-        metrics = part.metrics
-        values = {
-            "acceptance_rate": (metrics.acceptance_rate, np.float32),
-            "total_accepted_draft_tokens": (metrics.accepted_tokens, np.int32),
-            "total_draft_tokens": (metrics.drafted_tokens, np.int32),
-            "arrival_time_ns": (int(metrics.arrival_s * 1e9), np.int64),
-            "first_token_time_ns": (int((metrics.first_token_s or 0) * 1e9), np.int64),
-            "last_token_time_ns": (int((metrics.last_token_s or 0) * 1e9), np.int64),
+        call, layout, metrics = self._call, self._layout, part.metrics
+        found: dict[int, CompletionOutput] = {output.index: output for output in part.outputs}
+        outputs = [found.get(i) for i in range(call.params.n)]
+        start, counts = call.prompt if call.echo else "", [len(o.token_ids) if o else 0 for o in outputs]
+        values: dict[str, Sequence[Any]] = {
+            "text_output": [start + o.text if o else start for o in outputs],
+            "finish_reason": [(o and o.finish_reason) or layout.unfinished for o in outputs],
+            "num_input_tokens": [len(part.prompt_token_ids)],
+            "num_output_tokens": counts if layout.outputs["num_output_tokens"].dims == (-1,) else [sum(counts)],
         }
-        return {name: self._scalar(*value) for name, value in values.items() if name in self._call.outputs}
+        if self._log_probs_wanted:
+            tokens = [(o and o.logprobs) or [] for o in outputs]
+            for i, sequence in enumerate(tokens):
+                self._cumulative[i] += sum(t.logprob for t in sequence)
+            values[layout.cum_log_probs] = self._cumulative
+            values[layout.log_probs] = _padded(tokens) if layout.batched else _as_json(tokens)
+        if part.finished:
+            values["acceptance_rate"] = [metrics.acceptance_rate]
+            values["total_accepted_draft_tokens"] = [metrics.accepted_tokens]
+            values["total_draft_tokens"] = [metrics.drafted_tokens]
+            times_s = (metrics.arrival_s, metrics.first_token_s, metrics.last_token_s)
+            values |= {name: [int((time_s or 0) * 1e9)] for name, time_s in zip(TIMES, times_s, strict=True)}
+        return {name: self._array(layout.outputs[name], v) for name, v in values.items() if name in call.outputs}
 
-    def _scalar(self, value: float, dtype: type) -> NDArray[Any]:
-        return np.array([[value]] if self._layout.batched else [value], dtype)
-
-    def _row(self, array: NDArray[Any]) -> NDArray[Any]:
+    def _array(self, output: Tensor, values: Sequence[Any]) -> NDArray[Any]:
+        if output.dtype == "STRING":
+            return np.array([text.encode() for text in values], dtype=object)
+        array = np.array(values, _NUMPY[output.dtype])
         return array[None] if self._layout.batched else array
 
 
-def _strings(texts: list[str]) -> NDArray[Any]:
-    return np.array([text.encode() for text in texts], dtype=object)
-
-
-def _padded(tokens: list[list[TokenLogprob]]) -> NDArray[np.float32]:
-    """float32 [n, longest], zeros behind the shorter ones."""
+def _padded(tokens: list[list[TokenLogprob]]) -> list[list[float]]:
+    """[n, longest], zeros behind the shorter ones."""
     longest = max(map(len, tokens))
-    return np.array([[t.logprob for t in seq] + [0.0] * (longest - len(seq)) for seq in tokens], np.float32)
+    return [[t.logprob for t in sequence] + [0.0] * (longest - len(sequence)) for sequence in tokens]
 
 
-def _as_json(tokens: list[list[TokenLogprob]]) -> NDArray[Any]:
+def _as_json(tokens: list[list[TokenLogprob]]) -> list[str]:
     """Per sequence a JSON list with, for each token, {token id: {logprob, rank}} of it and its alternatives."""
 
     def entry(t: TokenLogprob) -> dict[int, dict[str, float]]:
         top = {token: {"logprob": value, "rank": rank} for rank, (token, value) in enumerate(t.top, 1)}
         return {t.token_id: {"logprob": t.logprob, "rank": t.rank}, **top}
 
-    return _strings([json.dumps([entry(t) for t in sequence]) for sequence in tokens])
+    return [json.dumps([entry(t) for t in sequence]) for sequence in tokens]

@@ -36,6 +36,16 @@ WATCH_S = 0.05  # longest delay until a cancellation is noticed
 _MESSAGE_BYTES = 1000  # of an error; what it repeats of a request is shorter
 _log = logging.getLogger(__name__)
 Code = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]  # names of TritonError's codes
+# Outcome of a request that did not finish → what its client gets.
+_CODES: dict[str, Code] = {
+    "cancelled": "CANCELLED",
+    "timeout": "UNAVAILABLE",
+    "refused": "INVALID_ARG",
+    "overloaded": "UNAVAILABLE",
+    "failed": "INTERNAL",
+    "shutdown": "UNAVAILABLE",
+}
+_MESSAGES = {"cancelled": "the request was cancelled", "shutdown": "the model is being unloaded"}
 
 
 class Reply(Protocol):
@@ -213,28 +223,17 @@ class Service:
         self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
-        """Count a request that ended, and send its error where it did not end with a response."""
+        """Count a request that ended, and send its error, without a traceback or path of this machine, where it did not
+        end with a response."""
         self._metrics.add(**{outcome: 1})
-        if outcome in ("stop", "length"):
+        if outcome not in _CODES:
             return
         try:
-            code, message = _error_reply(outcome, cause)
+            message = _MESSAGES.get(outcome) or str(cause)
+            if isinstance(cause, Exception) and not isinstance(cause, DDTreeError):
+                message = f"unexpected {type(cause).__name__}; the server's log says more"
             # Text that is not valid Unicode cannot be sent, and the server would wait for this answer until it ends.
-            reply.fail(code, message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore"))
+            sent = message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore")
+            reply.fail(_CODES[outcome], sent)
         except Exception:  # the server refused the answer, and the client cannot be reached otherwise
             _log.exception("a client could not be told that its request ended: %s", outcome)
-
-
-def _error_reply(outcome: str, cause: Exception | str) -> tuple[Code, str]:
-    """Code and message for the client of a request that did not finish, without a traceback or path of this machine."""
-    if outcome == "cancelled":
-        return "CANCELLED", "the request was cancelled"
-    if outcome == "shutdown":
-        return "UNAVAILABLE", "the model is being unloaded"
-    if outcome == "refused":
-        return "INVALID_ARG", str(cause)
-    if outcome in ("overloaded", "timeout"):
-        return "UNAVAILABLE", str(cause)
-    if isinstance(cause, DDTreeError):
-        return "INTERNAL", str(cause)
-    return "INTERNAL", f"unexpected {type(cause).__name__}; the server's log says more"

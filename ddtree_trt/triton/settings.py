@@ -1,4 +1,4 @@
-"""Settings of the exported model, read from its `config.pbtxt`, and the two layouts it may have."""
+"""Settings of the exported model, read from its `config.pbtxt`."""
 
 from __future__ import annotations
 
@@ -8,32 +8,11 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ddtree_trt import __version__
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.triton.inputs import LAYOUT_NAMES
+from ddtree_trt.triton.layouts import LAYOUTS, Layout
 
 _PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The differences of the two conventions. n is the number of sequences of a request."""
-
-    name: str
-    batched: bool  # scalars are [1, 1] and per-sequence numbers [1, n], instead of [1] and [n]
-    count_dtype: type  # of token counts
-    counts_per_sequence: bool  # num_output_tokens is [n], not a sum
-    echo: bool  # whether an unstreamed text begins with the prompt by default
-    unfinished: str  # finish_reason of an unfinished sequence
-    cum_log_probs: str  # name of the output
-    log_probs: str  # name of the output; the vLLM one is JSON text
-
-
-TRTLLM = Layout("trtllm", True, np.int32, False, False, "", "cum_log_probs", "output_log_probs")
-VLLM = Layout("vllm", False, np.uint32, True, True, "None", "cumulative_logprob", "logprobs")
-_LAYOUTS = {layout.name: layout for layout in (TRTLLM, VLLM)}
 
 
 @dataclass(frozen=True)
@@ -61,13 +40,13 @@ class Settings:
                 f"model {name!r} was exported by ddtree-trt {given['ddtree_trt_version']}, the server's Python "
                 f"({sys.prefix}) has {__version__}; install the former there, or export the model again with the latter"
             )
-        if given["layout"] not in _LAYOUTS:
-            raise ArtifactError(f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUT_NAMES)}")
+        if given["layout"] not in LAYOUTS:
+            raise ArtifactError(f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUTS)}")
         for key in ("max_queue", "threads"):
             if not given[key].isdecimal():
                 raise ArtifactError(f"config.pbtxt of {name!r}: {key} must be a whole number, not {given[key]!r}")
         return cls(
-            layout=_LAYOUTS[given["layout"]],
+            layout=LAYOUTS[given["layout"]],
             max_queue=int(given["max_queue"]),
             threads=int(given["threads"]),
             outputs=frozenset(output["name"] for output in model_config["output"]),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from ddtree_trt.bench.session import Session
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.candidates import Bilinear, Marginals
+from ddtree_trt.runtime.candidates import Bilinear, Candidates, Marginals
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree
-from workbench.ablate import ablate, build_times, limits_for, main, text
-from workbench.ablate.replay import KnownText, Questions, TreePlan, record, replay
-from workbench.ablate.trees import BEAM, CHAIN, EAGLE2, HEAP, POLICIES, Policy, without_conditions
+from workbench import drafts
+from workbench.ablate import build_times, limits_for, main, text
+from workbench.ablate.replay import Questions, replay
+from workbench.ablate.trees import POLICIES, beam, chain, eagle2, heap, without_conditions
+from workbench.drafts import Text, load, record
 
 
 def random_draft(seed: int, length: int = 4, candidates: int = 5) -> Marginals:
@@ -62,35 +64,36 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
 def test_policies_follow_conditionals(seed: int, nodes: int) -> None:
     """With all candidates EAGLE-2's tree is that of the heap; the chain follows each best child; trees nest."""
     drafted = random_bilinear(seed)
-    assert set(paths_of(EAGLE2.grow(drafted, nodes, 3, 64))) == set(paths_of(HEAP.grow(drafted, nodes, 3, None)))
-    row, chain = 0, []
+    assert set(paths_of(eagle2(drafted, nodes, 3, 64))) == set(paths_of(heap(drafted, nodes, 3)))
+    row, best = 0, []
     for _ in range(3):
         _, tokens, rows = drafted.child_log_probs([row])
         row = int(rows[0, 0])
-        chain.append(int(tokens[0, 0]))
-    assert paths_of(CHAIN.grow(drafted, 3, 3, None))[-1] == tuple(chain)
-    for policy in POLICIES:
-        assert paths_of(policy.grow(drafted, nodes, 3, 2))[:3] == paths_of(policy.grow(drafted, min(nodes, 3), 3, 2))
+        best.append(int(tokens[0, 0]))
+    assert paths_of(chain(drafted, 3, 3))[-1] == tuple(best)
+    for grow in (heap, chain, partial(eagle2, width=2), partial(beam, width=2)):
+        assert paths_of(grow(drafted, nodes, 3))[:3] == paths_of(grow(drafted, min(nodes, 3), 3))
 
 
 @given(st.integers(0, 100), st.integers(1, 4), st.integers(1, 30))
 def test_a_beam_keeps_the_best_of_each_depth(seed: int, width: int, nodes: int) -> None:
     drafted = random_draft(seed)
-    level, expected = [((), 0.0)], list[tuple[int, ...]]()
+    level: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    expected = list[tuple[int, ...]]()
     for log_probs, tokens in zip(drafted.log_probs.tolist(), drafted.token_ids.tolist(), strict=True):
         pairs = list(zip(log_probs[:width], tokens[:width], strict=True))
         children = [((*path, token), weight + min(step, 0)) for path, weight in level for step, token in pairs]
-        level = sorted(children, key=lambda child: -child[1])[:width]  # type: ignore[assignment]
+        level = sorted(children, key=lambda child: -child[1])[:width]
         expected += [path for path, _ in level]
-    assert paths_of(BEAM.grow(drafted, nodes, 4, width)) == expected[:nodes]
+    assert paths_of(beam(drafted, nodes, 4, width)) == expected[:nodes]
 
 
 def test_impossible_candidates_are_left_out() -> None:
     """Of a drafter with fewer words than candidates were asked for."""
     drafted = random_draft(0)
     drafted.log_probs[:, 2:] = -np.inf
-    for policy in (EAGLE2, BEAM):
-        tree = policy.grow(drafted, 40, 4, 5)
+    for grow in (eagle2, beam):
+        tree = grow(drafted, 40, 4, 5)
         assert len(tree) <= 2 + 4 + 8 + 16 and np.isfinite(tree.log_weights).all()
 
 
@@ -105,14 +108,14 @@ def test_marginals_are_those_before_the_parent_is_known() -> None:
 # Replays
 
 
-def known(drafts: list[Any], tokens: tuple[int, ...]) -> list[KnownText]:
-    return [KnownText((7, *tokens), 1, tuple(drafts))]
+def known(drafts: list[Any], tokens: tuple[int, ...]) -> list[Text]:
+    return [Text(tokens, drafts)]
 
 
 def test_a_replay_follows_the_text() -> None:
     drafted = Marginals(np.log(np.array([[0.6, 0.4], [0.5, 0.5]], np.float32)), np.array([[1, 2], [3, 4]], np.int32))
     # Behind 9: 2, 3, then 5 is the target's own; behind 5 nothing is right; behind 8 the text ends.
-    found = replay(known([drafted] * 5, (9, 2, 3, 5, 8, 1)), TreePlan(HEAP, 6, 2))
+    found = replay(known([drafted] * 5, (9, 2, 3, 5, 8, 1)), partial(heap, nodes=6, depth=2))
     assert (found.lengths, found.histogram) == (((3, 1, 1),), {1: 2, 3: 1})
     assert found.tau == pytest.approx(5 / 3) and found.expected == pytest.approx(3)  # every prefix: 1 + 1 + 1
 
@@ -123,35 +126,28 @@ def test_more_nodes_or_depth_never_promise_less() -> None:
     assert set(rows) == {(n, d) for n in (2, 8, 30) for d in (1, 2, 4)}
     assert all(rows[n, 4] >= rows[n, 2] >= rows[n, 1] for n in (2, 8, 30))
     best = {(row.nodes, row.policy): row for row in questions.policies()}
-    assert all(best[n, "heap"].expected >= best[n, p.name].expected - 1e-9 for n in (2, 8, 30) for p in POLICIES)
+    assert all(best[n, "heap"].expected >= best[n, p].expected - 1e-9 for n in (2, 8, 30) for p in POLICIES)
     assert best[8, "beam"].width in (1, 2, 4, 8) and best[8, "heap"].width is None
     assert questions.conditionals() == []
     both = replace(questions, texts=known([random_bilinear(i) for i in range(3)], (9, 2, 3, 5)), length=3)
     assert [row.candidates for row in both.conditionals()] == ["marginals"] * 3 + ["conditionals"] * 3
 
 
-def decode(session: Session, ids: list[int], **params: Any) -> Any:
-    return session.generate(ids, SamplingParams(max_tokens=40, temperature=0.0, **params))[0]
-
-
-def texts_of(session: Session) -> list[tuple[list[int], int]]:
+def check_replay(session: Session, top_k: int, grow: Callable[[Candidates], DraftTree], **params: Any) -> None:
+    """Round by round: the same lengths as the engine's own decoding with that tree, also to the last one."""
     prompts = [session.codec.encode(p.opening) for p in load_prompts(("tiny",), 3)]
-    return [(ids + decode(session, ids, method="ar").outputs[0].token_ids, len(ids)) for ids in prompts]
+    recorded = record(session, prompts, 40, top_k)
+    assert session.engine.length(0) == 0
+    decoding = SamplingParams(max_tokens=40, temperature=0.0, **params)
+    outputs = [session.generate(ids, decoding)[0] for ids in prompts]
+    assert replay(recorded, grow).lengths == tuple(tuple(o.metrics.acceptance_lengths) for o in outputs)
 
 
 def test_replays_are_the_rounds_of_decoding(tiny_engine: Path) -> None:
-    """Round by round: the same lengths as the engine's own decoding with that tree, also to the last one."""
     with closing(Session(tiny_engine)) as session:
-        texts = texts_of(session)
-        recorded = record(session.engine, texts, 64)
-        assert session.engine.length(0) == 0
-        for plan, params in (
-            (TreePlan(HEAP, 5, 15), {"tree_budget": 5}),
-            (TreePlan(HEAP, 64, 15), {"tree_budget": 64}),
-            (TreePlan(CHAIN, 15, 15), {"method": "dflash"}),
-        ):
-            outputs = [decode(session, ids[:start], **params) for ids, start in texts]
-            assert replay(recorded, plan).lengths == tuple(tuple(o.metrics.acceptance_lengths) for o in outputs)
+        for nodes in (5, 64):
+            check_replay(session, 64, partial(heap, nodes=nodes, depth=15), tree_budget=nodes)
+        check_replay(session, 64, partial(chain, nodes=15, depth=15), method="dflash")
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +164,22 @@ def eagle(eagle_directory: Path) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("nodes", [5, 48])
-@pytest.mark.parametrize("policy", [EAGLE2, HEAP], ids=lambda policy: policy.name)
-def test_drafts_by_levels_serve_trees_of_every_size(eagle: Session, policy: Policy, nodes: int) -> None:
+@pytest.mark.parametrize("grow", [eagle2, heap])
+def test_drafts_by_levels_serve_trees_of_every_size(eagle: Session, grow: Any, nodes: int) -> None:
     """The heap over what the drafter expanded is EAGLE-2's tree."""
-    texts = texts_of(eagle)
-    found = replay(record(eagle.engine, texts, EXPANDED), TreePlan(policy, nodes, LEVELS))
-    outputs = [decode(eagle, ids[:start], tree_budget=nodes) for ids, start in texts]
-    assert found.lengths == tuple(tuple(o.metrics.acceptance_lengths) for o in outputs)
+    check_replay(eagle, EXPANDED, partial(grow, nodes=nodes, depth=LEVELS), tree_budget=nodes)
+
+
+def test_drafts_are_kept_in_a_file(tiny_engine: Path, tmp_path: Path, eagle: Session) -> None:
+    """Which the judge's rule and rivals are played over; a drafter by levels has none to keep."""
+    drafts.main(tiny_engine, tmp_path / "known.npz", limit=2, tokens=12)
+    (kept, _), prompt = load(tmp_path / "known.npz"), load_prompts(("tiny",), 2)[0]
+    with closing(Session(tiny_engine)) as session:
+        (known,) = record(session, [session.codec.encode(prompt.opening)], 12, drafts.TOP_K)
+    assert tuple(kept.tokens) == tuple(known.tokens) and len(kept.drafts) == len(known.drafts)
+    assert paths_of(kept.tree(3, 20)) == paths_of(known.tree(3, 20))
+    with pytest.raises(UsageError, match="only a block drafter's marginals"):
+        drafts.save(record(eagle, [[5, 6, 7]], 4, EXPANDED), tmp_path / "none.npz")
 
 
 # The whole
@@ -198,19 +203,19 @@ def test_parts_of_a_build_are_measured_for_every_size() -> None:
 
 
 def test_the_command_answers_every_question(
-    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also with trees of more nodes than the engine was built for."""
     before = load_manifest(tiny_engine)
-    words = "--limit 2 --max-tokens 24 --budgets 8,300 --depths 2 --temperatures 0,1 --timed-prompts 1"
-    files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-    monkeypatch.setattr(sys, "argv", ["ablate", str(tiny_engine), *words.split(), *files])
-    main()
+    main(
+        tiny_engine, limit=2, max_tokens=24, budgets="8,300", depths="2", temperatures="0,1", timed_prompts=1,
+        output=tmp_path / "a.json", plot=tmp_path / "a.png",
+    )  # fmt: skip
     out, found = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
     for heading in ("τ by policy", "at most so deep", "tokens committed, %", "parts of tree_build", "decoded"):
         assert heading in out
     assert "its cache takes 2004 tokens beside trees of 300 nodes" in out
-    assert {(r["policy"], r["nodes"]) for r in found["policies"]} == {(p.name, n) for p in POLICIES for n in (8, 300)}
+    assert {(r["policy"], r["nodes"]) for r in found["policies"]} == {(p, n) for p in POLICIES for n in (8, 300)}
     assert {(r["depth"], r["nodes"]) for r in found["depths"]} == {(d, n) for d in (2, 15) for n in (8, 300)}
     assert [r["case"] for r in found["budgets"]] == ["ar", "dflash", "ddtree@8", "ddtree@300"]
     assert {r["temperature"] for r in found["temperatures"]} == {0.0, 1.0}
@@ -224,11 +229,11 @@ def test_drafters_of_other_kinds(
     """A pair head has more tokens a round than its marginals; a drafter by levels is answered for; one of chains is
     refused."""
     compile_engine(BuildRequest(target="tiny-dspark", output=tmp_path / "engine"))
-    found = ablate(tmp_path / "engine", budgets=(8, 32), limit=4, max_tokens=48, timed_prompts=0)
+    found = main(tmp_path / "engine", budgets="8,32", limit=4, max_tokens=48, timed_prompts=0)
     tau = {(row.candidates, row.nodes): row.tau for row in found["conditionals"]}
     assert all(tau["conditionals", nodes] > 1.03 * tau["marginals", nodes] for nodes in (8, 32))
-    levels = ablate(eagle_directory, budgets=(8, 300), limit=1, max_tokens=16, timed_prompts=1)
+    levels = main(eagle_directory, budgets="8,300", limit=1, max_tokens=16, timed_prompts=1)
     assert levels["conditionals"] == [] and levels["draft_length"] == LEVELS and "eagle@300" in text(levels)
     monkeypatch.setattr("workbench.ablate.load_manifest", lambda _: make_manifest(6, "autoregressive", 4, Limits()))
     with pytest.raises(UsageError, match="which drafts chains; ablate compares trees"):
-        ablate(tmp_path / "engine")
+        main(tmp_path / "engine")

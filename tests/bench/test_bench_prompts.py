@@ -111,11 +111,10 @@ def test_a_limit_takes_prompts_evenly() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_papers_prompts_are_made_of_a_row(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_papers_prompts_are_made_of_a_row(tmp_path: Path, name: str) -> None:
     row, turns = ROWS[name]
     copy = write(tmp_path / "copy.jsonl", [row])
-    monkeypatch.setattr(sys, "argv", ["datasets", name, "--copy", str(copy), "-o", str(tmp_path / "out.jsonl")])
-    paper.main()
+    paper.main(name, tmp_path / "out.jsonl", copy)
     (prompt,) = load_prompts([str(tmp_path / "out.jsonl")])
     assert (prompt.opening, prompt.follow_ups) == ([{"role": "user", "content": turns[0]}], tuple(turns[1:]))
 

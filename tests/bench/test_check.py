@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from contextlib import closing
@@ -11,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import in_this_process
+from engine_files import vouch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import special, stats
 from scripted import make_manifest
 
-from ddtree_trt.artifact.files import MANIFEST
-from ddtree_trt.artifact.manifest import Limits, load_manifest
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check import run as check
 from ddtree_trt.check.findings import CAUSES, Difference, describe
 from ddtree_trt.check.run import check_engine, engine_cases, target_logits
-from ddtree_trt.check.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
+from ddtree_trt.check.uniformity import BINS, CERTAIN, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.options import EngineOptions
@@ -44,8 +43,7 @@ def test_a_good_engine_passes(tiny_engine: Path) -> None:
     assert {f.case for f in report.tau} == {"dflash", "ddtree@64"}
     assert {f.case for f in report.distribution} >= {"ar", "dflash", "ddtree@16"}
     lines = describe(report)
-    assert lines[-1] == "passed"
-    assert not [line for line in lines if "FAIL" in line]
+    assert lines[-1] == "passed" and not [line for line in lines if "FAIL" in line]
     assert report.to_dict()["passed"] is True
 
 
@@ -56,12 +54,9 @@ def test_a_walk_that_accepts_too_much_fails(tiny_engine: Path, monkeypatch: pyte
     monkeypatch.setattr("ddtree_trt.runtime.decoding.loop.walk", last_node)
     report = check_engine(settings(tiny_engine))
     verdicts = {f.case: f.passed for f in report.greedy}
-    assert verdicts["ar"]
-    assert not verdicts["ddtree@16"]
-    assert not report.passed
+    assert verdicts["ar"] and not verdicts["ddtree@16"] and not report.passed
     difference = next(f for f in report.greedy if f.case == "ddtree@16").differences[0]
-    assert difference.gap is not None
-    assert difference.gap > difference.rounding
+    assert difference.gap is not None and difference.gap > difference.rounding
     assert any("rounding moves them by at most" in line for line in describe(report))
     assert report.to_dict()["greedy"][0]["passed"] is True
 
@@ -72,8 +67,7 @@ def test_a_sampler_that_prefers_likely_tokens_fails(tiny_engine: Path, monkeypat
     monkeypatch.setattr(Sampler, "choose_against", lambda self, logits, drawn: choose_against(self, 3 * logits, drawn))
     monkeypatch.setattr(check, "TEMPERATURES", (3.0,))
     report = check_engine(settings(tiny_engine, seeds=16, max_tokens=2))
-    assert not any(f.passed for f in report.distribution)
-    assert all(f.passed for f in report.greedy)
+    assert not any(f.passed for f in report.distribution) and all(f.passed for f in report.greedy)
     assert not report.passed
 
 
@@ -82,20 +76,17 @@ def hopeful_engine(tiny_engine: Path, tmp_path: Path) -> Path:
     """The tiny engine, expected to be far better than it is."""
     directory = tmp_path / "engine"
     shutil.copytree(tiny_engine, directory)
-    manifest = dataclasses.replace(load_manifest(directory), golden_tau={"dflash": (50.0, 60.0), "ddtree": (0.5, 1.0)})
-    (directory / MANIFEST).write_text(manifest.to_json())
+    vouch(directory, golden_tau={"dflash": (50.0, 60.0), "ddtree": (0.5, 1.0)})
     return directory
 
 
 def test_a_low_tau_fails_and_names_the_usual_causes(hopeful_engine: Path) -> None:
     report = check_engine(settings(hopeful_engine))
     low, high = report.tau
-    assert not low.passed
-    assert report.drafting.low
-    assert high.passed  # above the range is no fault: it was verified
-    text = "\n".join(describe(report))
-    assert all(cause in text for cause in CAUSES)
-    assert describe(report)[-1] == "FAILED"
+    assert not low.passed and report.drafting.low
+    assert high.passed, "above the range is no fault: it was verified"
+    *lines, verdict = describe(report)
+    assert verdict == "FAILED" and all(any(cause in line for line in lines) for cause in CAUSES)
 
 
 def test_tau_of_other_prompts_is_shown_and_not_judged(hopeful_engine: Path, tmp_path: Path) -> None:
@@ -161,28 +152,18 @@ def test_the_tail_of_chi_square_is_scipys(statistic: float, degrees: int) -> Non
     assert chi_square_tail(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9, abs=1e-300)
 
 
-@given(st.integers(0, 1000))
-def test_places_lie_where_the_mass_is(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    logits = np.log([0.5, 0.3, 0.2]).astype(np.float32)
-    bounds = {0: (0.0, 0.5), 1: (0.5, 0.8), 2: (0.8, 1.0)}
-    for token, (low, high) in bounds.items():
-        assert low - 1e-6 <= (place_in_distribution(logits, token, 1.0, rng) or 0) <= high + 1e-6
-
-
-def test_equal_logits_share_their_places() -> None:
-    rng = np.random.default_rng(0)
-    places = [place_in_distribution(np.zeros(4, np.float32), token, 1.0, rng) for token in range(4)]
-    assert [int(4 * p) for p in places if p is not None] == [0, 1, 2, 3]
-
-
-def test_temperature_flattens_and_certainty_tells_nothing() -> None:
-    rng = np.random.default_rng(0)
-    logits = np.array([4.0, 0.0], np.float32)
-    assert place_in_distribution(logits, 0, 1.0, rng) is None
-    place = place_in_distribution(logits, 1, 4.0, rng)
-    assert place is not None
-    assert place > 1 / (1 + np.exp(-1)) - 1e-6
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=5), st.floats(0.3, 4), st.integers(0, 1000))
+def test_a_token_lies_where_its_mass_is(levels: list[int], temperature: float, seed: int) -> None:
+    """Tokens come by falling probability, equal ones by number; where one is all but certain nothing is told."""
+    rng, logits = np.random.default_rng(seed), np.array(levels, np.float32)
+    mass, before = special.softmax(logits.astype(float) / temperature), 0.0
+    for token in sorted(range(len(levels)), key=lambda token: (-levels[token], token)):
+        place = place_in_distribution(logits, token, temperature, rng)
+        if mass.max() >= CERTAIN:
+            assert place is None
+        else:
+            assert place is not None and before - 1e-9 <= place <= before + mass[token] + 1e-9
+        before += mass[token]
 
 
 def test_the_false_alarm_rate_is_what_is_stated() -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pacing import WAIT_S
+from scripted_server import Answer, events, scripted_server
 from serving import ThreadServer, thread_server
 
 from ddtree_trt.errors import DDTreeError, UsageError
-from workbench.load import LoadSettings, main, poisson_arrivals, run_load
+from workbench.__main__ import main as workbench_main
+from workbench.load import LoadSettings, poisson_arrivals, run_load
 from workbench.load.client import Sent
 from workbench.load.report import Level, LoadResult, Run, draw, figures, text
 
@@ -50,64 +52,37 @@ def test_tokens_are_those_the_server_counted(server: ThreadServer) -> None:
             assert sent.due_s <= sent.first_s <= sent.last_s <= run.seconds
 
 
-@contextlib.contextmanager
-def scripted(
-    lines: list[bytes], status: int = 200, hold: int = 0, refuse_every: int = 0
-) -> Iterator[tuple[str, list[Any]]]:
-    """(URL, bodies received) of a server that answers every request alike, once `hold` requests are there together, and
-    refuses each one with a multiple of `refuse_every` as its number."""
-    received: list[Any] = []
+def answering(*parts: Any, hold: int = 0, refuse_every: int = 0) -> Answer:
+    """Every request is answered alike, once `hold` are there together; each one with a multiple of `refuse_every` as
+    its number is refused."""
     together = threading.Barrier(hold) if hold else None
-    counting = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(200, [b'{"data": [{"id": "other"}]}'])
+    def answer(number: int) -> tuple[int, bytes]:
+        if together is not None and number > 1:  # the first one is the warm-up
+            together.wait(WAIT_S)
+        if refuse_every and number % refuse_every == 0:
+            return 429, b'{"error": {"message": "come back later"}}'
+        return 200, events(*parts)
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with counting:
-                received.append(body)
-                number = len(received)
-            if together is not None and number > 1:  # the first one is the warm-up
-                together.wait(120)
-            if refuse_every and number % refuse_every == 0:
-                self._answer(429, [b'{"error": {"message": "come back later"}}'])
-            else:
-                self._answer(status, lines)
-
-        def _answer(self, status: int, parts: list[bytes]) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.writelines(parts)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", received
-        finally:
-            server.shutdown()
-            thread.join()
+    return answer
 
 
-ANSWER = [
-    b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n',
-    b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n',
-    b'data: {"choices": [], "usage": {"completion_tokens": 7}, "metrics": {"speculative_decoding": '
-    b'{"num_spec_steps": 2, "num_accepted_draft_tokens": 4}}}\n\n',
-    b"data: [DONE]\n\n",
+ANSWER: list[Any] = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"index": 0, "delta": {"content": "a"}}]},
+    {
+        "choices": [],
+        "usage": {"completion_tokens": 7},
+        "metrics": {"speculative_decoding": {"num_spec_steps": 2, "num_accepted_draft_tokens": 4}},
+    },
 ]
+ONE = LoadSettings(methods=("default",), max_tokens=7)
 
 
 def test_a_closed_loop_keeps_its_clients_busy() -> None:
     """The server answers only when five requests are there together: fewer would wait for ever."""
-    with scripted(ANSWER, hold=5) as (url, received):
-        settings = LoadSettings(concurrency=(5,), methods=("default",), requests=20, max_tokens=7, seed=4)
-        (run,) = run_load(settings, url).runs
+    with scripted_server(answering(*ANSWER, hold=5)) as (url, received):
+        (run,) = run_load(replace(ONE, concurrency=(5,), requests=20, seed=4), url).runs
     assert [s.tokens for s in run.sent] == [7] * 20 and run.acceptance_length == 3
     assert all(body["stream_options"] == {"include_usage": True} and body["max_tokens"] == 7 for body in received)
     assert sorted(body["seed"] for body in received[1:]) == list(range(4, 24))
@@ -115,41 +90,31 @@ def test_a_closed_loop_keeps_its_clients_busy() -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
-    with scripted(ANSWER, hold=12) as (url, _):
-        (run,) = run_load(LoadSettings(rates=(200.0,), methods=("default",), requests=12, max_tokens=7), url).runs
+    with scripted_server(answering(*ANSWER, hold=12)) as (url, _):
+        (run,) = run_load(replace(ONE, rates=(200.0,), requests=12), url).runs
     assert len(run.answered) == 12
 
 
 @pytest.mark.parametrize(
-    ("lines", "status", "message"),
+    ("status", "body", "message"),
     [
-        (
-            [b'{"error": {"message": "no such method"}}'],
-            400,
-            "refused a request with method ar: HTTP 400: no such method",
-        ),
-        ([b"data: {"], 200, "JSONDecodeError"),
-        ([b'data: {"error": {"message": "it broke"}}\n\n'], 200, "it broke"),
-        ([b"data: [DONE]\n\n"], 200, "ended without usage"),
+        (400, b'{"error": {"message": "no such one"}}', "refused a request with method ar: HTTP 400: no such one"),
+        (200, b"data: {", "JSONDecodeError"),
+        (200, events({"error": {"message": "it broke"}}), "it broke"),
+        (200, events(), "ended without usage"),
     ],
 )
-def test_a_server_that_cannot_be_measured(lines: list[bytes], status: int, message: str) -> None:
-    with scripted(lines, status) as (url, _), pytest.raises(DDTreeError) as caught:
+def test_a_server_that_cannot_be_measured(status: int, body: bytes, message: str) -> None:
+    with scripted_server(lambda _: (status, body)) as (url, _), pytest.raises(DDTreeError) as caught:
         run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_no_server() -> None:
-    with scripted([]) as (url, _):
-        pass
     with pytest.raises(DDTreeError, match=r"no model is served at .*; is it up\?"):
-        run_load(LoadSettings(concurrency=(1,)), url)
+        run_load(LoadSettings(concurrency=(1,)), url)  # it has ended
 
 
 def test_refused_requests_are_counted() -> None:
-    with scripted(ANSWER, refuse_every=2) as (url, _):
-        settings = LoadSettings(concurrency=(3,), methods=("default",), requests=6, max_tokens=7)
-        (run,) = run_load(settings, url).runs
+    with scripted_server(answering(*ANSWER, refuse_every=2)) as (url, _):
+        (run,) = run_load(replace(ONE, concurrency=(3,), requests=6), url).runs
     assert len(run.answered) == 3 and run.errors == {"HTTP 429: come back later": 3}
     assert run.tokens_per_s == 3 * 7 / run.seconds
 
@@ -157,10 +122,12 @@ def test_refused_requests_are_counted() -> None:
 def test_the_command_starts_a_server_of_its_own(
     tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"--engine {tiny_engine} --concurrency 1,2 --requests 3 --max-tokens 6 --limit 2"
+    words = f"workbench load --engine {tiny_engine} --concurrency 1,2 --requests 3 --max-tokens 6 --limit 2"
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    monkeypatch.setattr(sys, "argv", ["load", *words.split(), *files])
-    main()
+    monkeypatch.setattr(sys, "argv", [*words.split(), *files])
+    with pytest.raises(SystemExit) as ended:
+        workbench_main()
+    assert ended.value.code == 0
     assert "| 1 concurrent " in capsys.readouterr().out and (tmp_path / "r.png").is_file()
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(r["level"]["concurrency"], r["method"], r["answered"]) for r in runs] == [
@@ -171,7 +138,7 @@ def test_the_command_starts_a_server_of_its_own(
 @pytest.mark.parametrize("given", [{}, {"concurrency": (0,)}, {"rates": (1.0, 0.0)}])
 def test_a_load_of_nothing_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="give numbers of concurrent requests with --concurrency, or rates"):
-        LoadSettings(**given)
+        run_load(LoadSettings(**given), "http://127.0.0.1:9")
 
 
 def test_how_many_requests() -> None:

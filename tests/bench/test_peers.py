@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import yaml
 from checkpoints import make_drafter, make_pair, make_target
 from gguf_files import make_gguf
+from scripted_server import events, scripted_server
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.measure import Request
@@ -198,61 +197,24 @@ def test_an_export_that_is_none_is_refused(
 # An OpenAI-compatible server.
 
 
-class _Handler(BaseHTTPRequestHandler):
-    asked: list[dict[str, Any]] = []  # noqa: RUF012
-    usage = True
-
-    def do_GET(self) -> None:
-        self._answer(json.dumps({"object": "list", "data": [{"id": "box-model", "object": "model"}]}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        _Handler.asked.append(body)
-        parts: list[dict[str, Any]] = [
-            {"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")
-        ]
-        if _Handler.usage:
-            parts.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}})
-        base = {"id": "x", "object": "text_completion", "created": 0, "model": "box-model"}
-        events = "".join(f"data: {json.dumps({**base, **part})}\n\n" for part in parts)
-        self._answer(events + "data: [DONE]\n\n", "text/event-stream")
-
-    def _answer(self, text: str, kind: str = "application/json") -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
+USAGE = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}}
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    _Handler.asked.clear()
-    _Handler.usage = True
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_server_is_asked_for_token_ids_and_counts_by_its_usage(tiny_engine: Path, url: str) -> None:
-    peer = open_peer(f"openai={url}", context(tiny_engine))
-    (method,) = peer.methods
-    assert method == url.removeprefix("http://")
-    outcome = peer.run(method, [4, 5], GREEDY)
-    assert (outcome.output_tokens, outcome.text, outcome.acceptance_lengths) == (7, "one two", None)
-    (body,) = _Handler.asked
-    assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("box-model", [4, 5], 8, 0.0)
-    assert peer.describe()["url"] == f"{url}/v1"
-    _Handler.usage = False
-    with pytest.raises(DDTreeError, match="streams no usage"):
-        peer.run(method, [4, 5], GREEDY)
-    peer.close()
+def test_a_server_is_asked_for_token_ids_and_counts_by_its_usage(tiny_engine: Path) -> None:
+    base = {"id": "x", "object": "text_completion", "created": 0, "model": "other"}
+    texts = [{**base, "choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")]
+    told = [events(*texts, {**base, **USAGE}), events(*texts)]
+    with scripted_server(lambda number: (200, told[number - 1])) as (url, asked):
+        peer = open_peer(f"openai={url}", context(tiny_engine))
+        (method,) = peer.methods
+        assert method == url.removeprefix("http://") and peer.describe()["url"] == f"{url}/v1"
+        outcome = peer.run(method, [4, 5], GREEDY)
+        assert (outcome.output_tokens, outcome.text, outcome.acceptance_lengths) == (7, "one two", None)
+        (body,) = asked
+        assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("other", [4, 5], 8, 0.0)
+        with pytest.raises(DDTreeError, match="streams no usage"):
+            peer.run(method, [4, 5], GREEDY)
+        peer.close()
 
 
 def test_a_server_that_is_not_there_is_named(tiny_engine: Path) -> None:

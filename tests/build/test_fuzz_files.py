@@ -11,13 +11,14 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import make_drafter, make_target
 from drafts import marginals
-from fuzzing import linked_copy, mutate_json, mutate_weights, replace
+from fuzzing import linked_copy, mutate_json, mutate_weights
 
 from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
 from ddtree_trt.artifact.manifest import _body_digest, load_manifest
@@ -34,16 +35,9 @@ Case = Callable[["Whole", Path, random.Random], bool]
 FAST, SLOW = 2, 50  # seeds, of 40 cases of builds and 40 of manifests each
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 FILES = (
-    "target/config.json",
-    "target/generation_config.json",
-    "target/tokenizer.json",
-    "target/tokenizer_config.json",
-    "target/special_tokens_map.json",
-    "target/hf_quant_config.json",
-    "target/model.safetensors.index.json",
-    "target/model-00001-of-00002.safetensors",
-    "drafter/config.json",
-    "drafter/model.safetensors",
+    *(f"target/{n}.json" for n in ("config", "generation_config", "tokenizer", "tokenizer_config", "hf_quant_config")),
+    *("target/special_tokens_map.json", "target/model.safetensors.index.json", "drafter/config.json"),
+    *("target/model-00001-of-00002.safetensors", "drafter/model.safetensors"),
 )
 
 
@@ -75,23 +69,30 @@ def request(pair: Path, output: Path) -> BuildRequest:
 
 def says(directory: Path) -> list[list[int]]:
     """What the engine's networks make of PROMPT: the target's choices, the drafter's best candidates."""
-    engine = open_engine(directory, threads=1)
-    codec = TextCodec(directory, engine.manifest.chat_template_args)
-    codec.encode("t5 t6")
-    try:
+    with closing(open_engine(directory, threads=1)) as engine:
+        TextCodec(directory, engine.manifest.chat_template_args).encode("t5 t6")
         limits, slot = engine.manifest.limits, engine.manifest.limits.max_batch - 1
         prompt = PROMPT[: min(limits.prefill_chunk, limits.max_seq_len - 1)]
-        verdict = engine.prefill(slot, prompt, rows="all", taps=True)
-        choices = verdict.choices.tolist()
+        choices = engine.prefill(slot, prompt, rows="all", taps=True).choices
         ask = DraftRequest(slot, 7, 2, 3, lambda p, ids, _: DrawnFrom(int(ids[0]), ids, p.astype(np.float64)))
-        return [choices, marginals(engine.draft([ask])[0]).token_ids[:, 0].tolist()]
-    finally:
-        engine.close()
+        (draft,) = engine.draft([ask])
+        return [choices.tolist(), marginals(draft).token_ids[:, 0].tolist()]
 
 
-def refused_in_one_line(error: DDTreeError) -> None:
-    message = str(error)
-    assert message and message.isprintable() and len(message) < 1500, message[:2000]
+def refused(work: Callable[[], object]) -> bool:
+    """Whether the work is refused; then in one line."""
+    try:
+        work()
+    except DDTreeError as error:
+        message = str(error)
+        assert message and message.isprintable() and len(message) < 1500, message[:2000]
+        return True
+    return False
+
+
+def replace(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # a link
+    path.write_bytes(data)
 
 
 def one_build(whole: Whole, folder: Path, rng: random.Random) -> bool:
@@ -102,16 +103,11 @@ def one_build(whole: Whole, folder: Path, rng: random.Random) -> bool:
     name = rng.choice(FILES)
     change = mutate_weights if name.endswith(".safetensors") else lambda data, rng: mutate_json(data.decode(), rng)
     replace(pair / name, change((whole.pair / name).read_bytes(), rng))
-    try:
-        dry_run(request(pair, folder / "none")).to_dict()
-    except DDTreeError as error:
-        refused_in_one_line(error)
-    try:
-        manifest = compile_engine(request(pair, folder / "engine"))
-    except DDTreeError as error:
-        refused_in_one_line(error)
+    refused(lambda: dry_run(request(pair, folder / "none")).to_dict())
+    if refused(lambda: compile_engine(request(pair, folder / "engine"))):
         assert not (folder / "engine").exists()
         return False
+    manifest = load_manifest(folder / "engine")
     reference, numbers = load_manifest(whole.engine), ("target_dims", "drafter_dims", "limits")
     unchanged = all(getattr(manifest, n) == getattr(reference, n) for n in numbers)
     if name.endswith(".json") and unchanged:
@@ -132,16 +128,14 @@ def one_manifest(whole: Whole, folder: Path, rng: random.Random) -> bool:
     except (ValueError, RecursionError, AttributeError, TypeError):
         pass  # nothing a digest could be right for
     replace(engine / MANIFEST, text)
-    try:
+
+    def read() -> None:
         inspected = inspect_engine(engine)
         json.dumps(inspected.to_dict())
         terminal.print_engine(inspected)
-        found = says(engine)
-    except DDTreeError as error:
-        refused_in_one_line(error)
-        return False
-    assert [part[: len(PROMPT)] for part in found] == whole.said
-    return True
+        assert [part[: len(PROMPT)] for part in says(engine)] == whole.said
+
+    return not refused(read)
 
 
 def run_cases(case: Case, whole: Whole, folder: Path, seed: int, count: int) -> int:

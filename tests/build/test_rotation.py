@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import BY_SWITCHES, make_pair
-from dflash_truth import DFlash, refuse_to_draw
+from dflash_truth import DFlash
 from drafts import marginals
 from engine_builds import build_engine
 from hypothesis import given
@@ -66,7 +66,7 @@ def test_a_rotated_network_computes_the_same(shape: dict[str, Any], tmp_path: Pa
         tree = random_tree(rng, 9, 90)
         follower.verify(tree)
         follower.commit(path_to(tree, int(tree.depths.argmax())))
-        (draft,) = engine.draft([DraftRequest(0, 7, 20, 1, refuse_to_draw)])
+        (draft,) = engine.draft([DraftRequest(0, 7, 20, 1)])
         log_probs = DFlash(drafter, engine.manifest.drafting.dims, truth)(truth(follower.tokens)[1], 7)
         expected = np.take_along_axis(log_probs, marginals(draft).token_ids.astype(np.int64), 1)
         np.testing.assert_allclose(marginals(draft).log_probs, expected, atol=1e-4 * expected.std())

@@ -151,16 +151,33 @@ def test_the_footer_says_what_cut_an_answer(small_engine: Path, converse: Conver
     assert "cut" not in whole and ANSWER in whole
 
 
-def test_what_the_engine_cannot_do_is_refused_at_once(llm: LLM, converse: Converse) -> None:
-    out, err, prompts = converse(llm, "/budget 999999", "/budget", "/temperature hot", "/temperature 200", "/method x")
-    errors = err.splitlines()
-    assert errors[0] == (
-        "error: tree_budget 999999 is above this engine's 256; lower it or rebuild with a larger --max-tree-budget"
-    )
-    assert "temperature must be a number" in errors[1] and "temperature must be a number from 0 to 100" in errors[2]
-    assert len(errors) == 4 and "tree budget 16" in out and not prompts
+def test_what_cannot_be_done_is_refused_at_once(llm: LLM, converse: Converse) -> None:
+    refused = {
+        "/helpme": "there is no command /helpme; /help lists them",
+        "/budget 999999": "tree_budget 999999 is above this engine's 256; lower it or rebuild with a larger "
+        "--max-tree-budget",
+        "/budget few": "'few'",
+        "/temperature hot": "temperature must be a number",
+        "/temperature 200": "temperature must be a number from 0 to 100",
+        "/method fast": "'fast'",
+        "/method draft-model": "draft-model",
+    }
+    out, err, prompts = converse(llm, *refused, "/budget", "/etc/hosts is a file.")
+    for line, reason in zip(err.splitlines(), refused.values(), strict=True):
+        assert line.startswith("error: ") and reason in line
+    assert "tree budget 16" in out and out.count("tokens/round") == len(prompts) == 1, "a path is a prompt"
     with pytest.raises(UsageError, match="tree_budget 999999 is above"):
         converse(llm, params=SamplingParams(tree_budget=999_999))
+
+
+def test_methods_and_budgets_are_shown_and_changed(llm: LLM, converse: Converse) -> None:
+    lines = ("/help", "/method ar", QUESTION, "/method", "/method ddtree", "/budget 3", QUESTION, "/exit", "never")
+    out, err, prompts = converse(llm, *lines, params=SamplingParams(method="ddtree"))
+    assert err == "" and len(prompts) == 2
+    assert all(f"\n/{name} " in out for name in ("help", "method", "budget", "reset", "quit"))
+    first, second = (line for line in out.splitlines() if "tokens/round" in line)
+    assert "1.00 tokens/round" in first and "budget 3.0" in second
+    assert "method ar; this engine can do ddtree, dflash, ar, dflash-sample" in out and "tree budget 3" in out
 
 
 def test_commands_that_change_the_answers(llm: LLM, converse: Converse) -> None:

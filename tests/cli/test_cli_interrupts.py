@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from pacing import WAIT_S
 
-from ddtree_trt import __version__
-
 # A background process begins with SIGINT ignored, hence the first handler.
 COMMAND = [
     *(sys.executable, "-c"),
@@ -42,9 +40,3 @@ def test_ctrl_c_is_silent_and_leaves_nothing(tiny_engine: Path, tmp_path: Path, 
     assert (process.returncode, err) == (130, b"")
     assert list(tmp_path.iterdir()) == []
     assert (tiny_engine / "profile.json").read_text() == profile
-
-
-def test_the_ways_to_start_are_the_same() -> None:
-    for module in ("ddtree_trt", "ddtree_trt.cli"):
-        run = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
-        assert (run.returncode, run.stdout) == (0, f"ddtree-trt {__version__}\n")

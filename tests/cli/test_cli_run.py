@@ -5,20 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
-import subprocess
-import sys
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from command_line import Cli
 from rich.console import Console
-from typer.testing import CliRunner
 
-from ddtree_trt.cli import app
 from ddtree_trt.runtime.decoding.budget.policy import Decision
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
@@ -28,19 +25,12 @@ from ddtree_trt.terminal.tree_view import TreeView
 QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys does Lenlot have?"
 
 
-def run(*arguments: str | Path, stdin: str | None = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, timeout=500)
-
-
-def test_compare_proves_the_output_is_the_targets(tiny_engine: Path) -> None:
-    done = run("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", "40")
-    assert done.returncode == 0, done.stderr
-    assert "identical: yes" in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["ar"], ["dflash"], ["ddtree"])]
+def test_compare_proves_the_output_is_the_targets(cli: Cli, tiny_engine: Path) -> None:
+    code, out, err = cli("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", 40)
+    assert (code, err) == (0, "") and "identical: yes" in out
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["ar"], ["dflash"], ["ddtree"])]
     assert [r[0] for r in rows] == ["ar", "dflash", "ddtree"]
     assert len({r[1] for r in rows}) == 1, "every method makes the same number of tokens"
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1e4, True)])
@@ -55,30 +45,24 @@ def test_a_comparison_on_a_busy_machine_says_so(
     assert not warned or (warning.startswith("The machine was busy: load 10000.00 on ") and "Do not trust" in warning)
 
 
-def test_every_source_of_a_prompt_gives_the_same_text(cli: Cli, tiny_engine: Path, tmp_path: Path) -> None:
+def test_every_source_of_a_prompt_gives_the_same_text(
+    cli: Cli, tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(QUESTION)
-    options = ("--json", "--max-tokens", "24")
-    outputs = [
-        cli("run", tiny_engine, "--prompt", QUESTION, *options)[1],
-        cli("run", tiny_engine, "--prompt-file", file, *options)[1],
-        run("run", tiny_engine, *options, stdin=QUESTION).stdout,
-    ]
-    texts = [json.loads(o)["outputs"][0]["text"] for o in outputs]
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    sources: tuple[tuple[object, ...], ...] = (("--prompt", QUESTION), ("--prompt-file", file), ())
+    options = ("--json", "--max-tokens", 24)
+    outputs = [json.loads(cli("run", tiny_engine, *source, *options)[1]) for source in sources]
+    texts = [output["outputs"][0]["text"] for output in outputs]
     assert texts[0] and texts == [texts[0]] * 3
     raw = json.loads(cli("run", tiny_engine, "--raw", "--prompt", QUESTION, *options)[1])
-    assert len(raw["prompt_token_ids"]) < len(json.loads(outputs[0])["prompt_token_ids"])
-
-
-def test_a_source_without_a_prompt_is_refused(tiny_engine: Path, tmp_path: Path) -> None:
-    empty = tmp_path / "prompt.txt"
-    empty.write_text("\n")
-    for done, origin in (
-        (run("run", tiny_engine, stdin=" \n"), "stdin"),
-        (run("run", tiny_engine, "--prompt-file", empty), f"--prompt-file {empty}"),
-    ):
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"error: {origin} has no prompt; write one there, or give --prompt\n"
+    assert len(raw["prompt_token_ids"]) < len(outputs[0]["prompt_token_ids"])
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    file.write_text("\n")
+    for source, origin in (((), "stdin"), (("--prompt-file", file), f"--prompt-file {file}")):
+        refusal = f"error: {origin} has no prompt; write one there, or give --prompt\n"
+        assert cli("run", tiny_engine, *source) == (2, "", refusal)
 
 
 def test_json_has_text_usage_and_metrics(cli: Cli, tiny_engine: Path) -> None:
@@ -91,25 +75,27 @@ def test_json_has_text_usage_and_metrics(cli: Cli, tiny_engine: Path) -> None:
     assert set(metrics["budgets"]) <= {8}
 
 
-def test_profile_waits_for_the_engine(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settled: list[bool] = []
+def test_exact_times_of_stages_wait_for_the_engine(
+    cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled, texts = [], []
     monkeypatch.setattr(OrtEngine, "synchronize", lambda engine: settled.append(True))
-    request = ["run", str(tiny_engine), "--prompt", QUESTION, "--max-tokens", "8", "--json"]
-    plain = CliRunner().invoke(app, request)
-    assert not settled
-    profiled = CliRunner().invoke(app, [*request, "--exact-stage-times"])
-    assert settled
-    texts = [json.loads(result.stdout)["outputs"][0]["text"] for result in (plain, profiled)]
-    assert texts[0] == texts[1]
+    for options in ((), ("--exact-stage-times",)):
+        assert not settled
+        out = cli("run", tiny_engine, "--prompt", QUESTION, "--max-tokens", 8, "--json", *options)[1]
+        texts.append(json.loads(out)["outputs"][0]["text"])
+    assert settled and texts[0] == texts[1]
 
 
 def test_show_tree_draws_every_round(cli: Cli, tiny_engine: Path) -> None:
-    options = ("--show-tree", "--tree-budget", "6", "--max-tokens", "20")
-    code, out, err = cli("run", tiny_engine, "--prompt", QUESTION, *options)
+    show = ("run", tiny_engine, "--prompt", QUESTION, "--show-tree")
+    code, out, err = cli(*show, "--tree-budget", 6, "--max-tokens", 20)
     assert code == 0, err
     assert "round 1: 6 nodes, committed" in out
     assert "✓" in out and "└──" in out
     assert "tokens/round" in out.splitlines()[-1]
+    _, out, _ = cli(*show, "--max-tokens", 8, "--method", "ar")
+    assert out.startswith("rounds 1–7: no draft, one token each: ") and "\nround" not in out
 
 
 def test_a_round_says_why_its_tree_has_its_size() -> None:
@@ -124,13 +110,15 @@ def test_a_round_says_why_its_tree_has_its_size() -> None:
     assert second == f"round 2: 1 nodes, committed 2: 'a' 'b' (probe; {why})"
 
 
-def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> None:
-    missing = run("run", "--prompt", "x", cwd=tmp_path)
-    assert missing.returncode == 1
-    assert missing.stderr.strip() == "error: no engine under engines/; build one with: ddtree-trt build --target tiny"
+def test_the_newest_engine_is_the_default(
+    cli: Cli, tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = "error: no engine under engines/; build one with: ddtree-trt build --target tiny\n"
+    assert cli("run", "--prompt", "x") == (1, "", missing)
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "tiny").symlink_to(tiny_engine)
-    assert run("run", "--prompt", QUESTION, "--max-tokens", "4", cwd=tmp_path).returncode == 0
+    assert cli("run", "--prompt", QUESTION, "--max-tokens", 4)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -154,54 +142,8 @@ def test_wrong_calls_are_one_line_and_exit_code_2(
     cli: Cli, tiny_engine: Path, options: list[str], message: str
 ) -> None:
     code, out, err = cli("run", tiny_engine, *options)
-    assert code == 2, out
-    assert message in err
+    assert (code, out) == (2, "") and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert out == ""
-
-
-def converse(engine: Path, *lines: str) -> tuple[str, str]:
-    """Output and errors of a chat in a terminal, in which the lines are typed. Without a prompt and with a terminal on
-    stdin, `run` converses."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ddtree_trt.cli", "run", str(engine), "--max-tokens", "16"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    os.close(theirs)
-    os.write(ours, "".join(f"{line}\n" for line in lines).encode())
-    out, err = process.communicate(timeout=500)
-    os.close(ours)
-    assert process.returncode == 0, err
-    return out, err
-
-
-def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
-    out, err = converse(tiny_engine, QUESTION, "And two more?", "/reset", "/exit")
-    assert out.count("tokens/round") == 2
-    assert "forgotten" in out
-    assert err == ""
-
-
-def test_commands_of_a_chat(tiny_engine: Path) -> None:
-    lines = ("/help", "/method ar", QUESTION, "/method", "/method ddtree", "/budget 3", QUESTION, "/exit")
-    out, err = converse(tiny_engine, *lines)
-    for name in ("/help", "/method", "/budget", "/reset", "/quit"):
-        assert f"\n{name}" in out or f"> {name}" in out
-    figures = [line for line in out.splitlines() if "tokens/round" in line]
-    assert "1.00 tokens/round" in figures[0]
-    assert "budget 3.0" in figures[1]
-    assert "method ar; this engine can do ddtree, dflash, ar, dflash-sample" in out
-    assert "tree budget 3" in out
-    assert err == ""
-
-
-def test_a_chat_refuses_commands_it_does_not_know(tiny_engine: Path) -> None:
-    lines = ("/helpme", "/method fast", "/budget few", "/method draft-model", "/etc/hosts is a file.", "/exit")
-    out, err = converse(tiny_engine, *lines)
-    errors = [line for line in err.splitlines() if not line.startswith("hint: ")]
-    assert len(errors) == 4, "a path is a prompt"
-    assert errors[0] == "error: there is no command /helpme; /help lists them"
-    assert "'fast'" in errors[1] and "'few'" in errors[2] and "draft-model" in errors[3]
-    assert out.count("tokens/round") == 1
 
 
 def test_json_is_one_line_unless_pretty(cli: Cli, tiny_engine: Path) -> None:
@@ -212,7 +154,38 @@ def test_json_is_one_line_unless_pretty(cli: Cli, tiny_engine: Path) -> None:
         assert json.loads(line).keys() == json.loads(pretty).keys()
 
 
-def test_rounds_without_a_draft_are_drawn_in_one_line(cli: Cli, tiny_engine: Path) -> None:
-    _, out, _ = cli("run", tiny_engine, "--prompt", QUESTION, "--max-tokens", "8", "--method", "ar", "--show-tree")
-    assert out.startswith("rounds 1–7: no draft, one token each: ")
-    assert "\nround" not in out
+# Constraints on the output
+
+SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2}
+
+
+@pytest.fixture
+def text(cli: Cli, tiny_engine: Path) -> Any:
+    def text(*options: object) -> str:
+        code, out, err = cli("run", tiny_engine, "-p", "cards?", "--json", "--max-tokens", 200, *options)
+        assert code == (2 if err else 0)
+        return err or str(json.loads(out)["outputs"][0]["text"])
+
+    return text
+
+
+def test_every_form_of_constraint_is_an_option(text: Any, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(json.dumps(SCHEMA))
+    grammar.write_text('start: "x" "y"')
+    jsonschema.validate(json.loads(text("--json-schema", schema)), SCHEMA)
+    jsonschema.validate(json.loads(text("--json-schema", json.dumps(SCHEMA))), SCHEMA)
+    assert text("--json-object").startswith("{")
+    assert text("--choice", "few", "--choice", "many") in ("few", "many")
+    assert re.fullmatch("[a-c]{4}", text("--regex", "[a-c]{4}"))
+    assert text("--grammar", grammar) == text("--grammar", 'start: "x" "y"') == "xy"
+
+
+def test_constraints_that_are_refused(text: Any, tmp_path: Path) -> None:
+    assert "--regex and --choice are two constraints on the output; give one" in text("--regex", "a", "--choice", "b")
+    missing = text("--json-schema", tmp_path / "none.json")
+    assert "cannot be read (No such file or directory); name a file, or give the text" in missing
+    assert "structured: regex '(a' cannot be used" in text("--regex", "(a")
+    for compared in ([], ["--compare"]):
+        late = text("--regex", "[0-9]{12}(a{1000}){1000}", *compared)
+        assert late.startswith("error: structured: the output could not be matched") and "max_lexer_states" in late

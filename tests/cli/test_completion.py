@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,9 @@ _ddtree_trt_completion
 """
 
 
-@pytest.mark.parametrize(("shell", "tab"), [("bash", BASH), ("zsh", ZSH)])
-def test_commands_and_options_are_completed(shell: str, tab: str, tmp_path: Path) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Runs words at an empty home that knows `ddtree-trt`; returns what they print."""
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
 
     def run(*words: str) -> str:
@@ -40,6 +40,13 @@ def test_commands_and_options_are_completed(shell: str, tab: str, tmp_path: Path
         assert result.returncode == 0, result.stderr
         return result.stdout
 
+    return run
+
+
+@pytest.mark.parametrize(("shell", "tab"), [("bash", BASH), ("zsh", ZSH)])
+def test_commands_and_options_are_completed(shell: str, tab: str, tmp_path: Path, run: Callable[..., str]) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
     options = ["--norc", "--noprofile"] if shell == "bash" else ["--no-rcs"]
     # The program asks its parent process which shell it is.
     (tmp_path / "script").write_text(run(shell, *options, "-c", "ddtree-trt --show-completion; true"))
@@ -55,11 +62,10 @@ def test_commands_and_options_are_completed(shell: str, tab: str, tmp_path: Path
     assert "--prompt" in offered("ddtree-trt", "run", "--pro")
 
 
-def test_completion_is_installed_for_one_user(tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    words = ["bash", "--norc", "--noprofile", "-c", "ddtree-trt --install-completion; true"]
-    result = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0 and "completion installed in" in result.stdout, result.stderr
+def test_completion_is_installed_for_one_user(tmp_path: Path, run: Callable[..., str]) -> None:
+    assert "completion installed in" in run(
+        "bash", "--norc", "--noprofile", "-c", "ddtree-trt --install-completion; true"
+    )
     (script,) = (path for path in tmp_path.rglob("ddtree-trt.sh"))
     assert "_DDTREE_TRT_COMPLETE=complete_bash" in script.read_text()
     assert str(script) in (tmp_path / ".bashrc").read_text()

@@ -46,6 +46,7 @@ def test_nothing_is_missing_on_a_whole_machine() -> None:
     assert found.backend.startswith("backend tensorrt: TensorRT 11.4.0")
 
 
+BARE = replace(WHOLE, versions={}, torch_cuda=None)
 OLD_DRIVER = replace(WHOLE, driver_cuda="12.4")
 NO_GPU = Survey(driver_cuda=None)
 
@@ -57,18 +58,10 @@ NO_GPU = Survey(driver_cuda=None)
         (NO_GPU, "TensorRT for RTX", "pip install --editable '.[tensorrt-rtx]'"),
         (OLD_DRIVER, "CUDA driver", "sudo apt-get install nvidia-driver-580-open"),
         (replace(WHOLE, driver_cuda=None), "CUDA driver", "start it with --gpus all"),
-        (
-            replace(WHOLE, versions={}, torch_cuda=None),
-            "TensorRT, CUDA for Python",
-            "pip install --editable '.[tensorrt]'",
-        ),
-        (replace(WHOLE, versions={}, torch_cuda=None), "torch", "pip install --editable '.[torch]'"),
+        (BARE, "TensorRT, CUDA for Python", "pip install --editable '.[tensorrt]'"),
+        (BARE, "torch", "pip install --editable '.[torch]'"),
         (replace(WHOLE, torch_cuda=None), "torch", "--index-url https://download.pytorch.org/whl/cu130"),
-        (
-            replace(WHOLE, gpus=(RTX4090,), versions=CUDA_13),
-            "TensorRT for RTX",
-            "pip install --editable '.[tensorrt-rtx]'",
-        ),
+        (replace(WHOLE, gpus=(RTX4090,), versions=CUDA_13), "TensorRT for RTX", "install --editable '.[tensorrt-rtx]'"),
         (replace(WHOLE, gpus=(RTX4090,), versions={}), "TensorRT for RTX, CUDA for Python", "'.[tensorrt-rtx]'"),
         (replace(WHOLE, nvcc=None), "nvcc", "sudo apt-get install cuda-toolkit-13-0"),
         (replace(WHOLE, libraries=frozenset()), ", ".join((*library.NAMES,)), "run `make plugins`"),
@@ -89,12 +82,11 @@ def test_the_next_command_for_what_is_missing(
 def test_no_command_for_what_would_not_help() -> None:
     """No driver, TensorRT or nvcc without a GPU, and nothing for GPUs that TensorRT for RTX does not serve."""
     assert set(diagnose(NO_GPU).next_steps.values()) == {"NVIDIA GPU", "TensorRT for RTX", "torch"}
-    bare = diagnose(replace(WHOLE, versions={}, torch_cuda=None))
-    assert not any("tensorrt-rtx" in command for command in bare.next_steps)
+    assert not any("tensorrt-rtx" in command for command in diagnose(BARE).next_steps)
 
 
 def test_every_command_is_one_line_and_of_this_machine() -> None:
-    for survey in (NO_GPU, OLD_DRIVER, replace(NO_GPU, gpus=(RTX4090,)), replace(NO_GPU, gpus=(H200,))):
+    for survey in (NO_GPU, BARE, OLD_DRIVER, replace(NO_GPU, gpus=(RTX4090,)), replace(NO_GPU, gpus=(H200,))):
         for command in diagnose(survey).next_steps:
             assert "\n" not in command
             assert re.search(r"pip install|make plugins|apt-get install|ddtree-trt build", command), command
@@ -110,8 +102,7 @@ def test_a_driver_older_than_the_kernels_runtime(cuda: str, found: bool) -> None
 
 
 def test_without_a_driver() -> None:
-    found = check("CUDA driver", NO_GPU)
-    assert found == Check("CUDA driver", False, "no libcuda.so.1", "running anything on the GPU")
+    assert check("CUDA driver", NO_GPU) == Check("CUDA driver", False, "no libcuda.so.1", "running anything on the GPU")
 
 
 def test_a_torch_for_cpus_is_enough_without_a_gpu() -> None:
@@ -132,19 +123,27 @@ def test_stale_libraries_are_said_to_be(tmp_path: Path, monkeypatch: pytest.Monk
     assert "plugin ABI None, this version needs" in details[library.TORCH]
 
 
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says that flash-attn 2.8.3 is installed."""
+    versions = installed_versions
+
+    def pretended(*names: str) -> dict[str, str]:
+        return {"flash-attn": "2.8.3"} if names == ("flash-attn",) else versions(*names)
+
+    monkeypatch.setattr(doctor, "installed_versions", pretended)
+
+
 def test_flash_attention_is_not_installed() -> None:
     assert (check("flash-attn").found, check("flash-attn").detail) == (False, "not installed, and not needed")
 
 
+@pytest.mark.usefixtures("flash_attention")
 @pytest.mark.parametrize(
     ("source", "found", "words"),
     [
         ("def flash_attn_with_kvcache(): pass", True, "flash-attn 2.8.3"),
-        (
-            "raise ImportError('undefined symbol: _ZN3c10')",
-            False,
-            "(ImportError: undefined symbol: _ZN3c10): it is",
-        ),
+        ("raise ImportError('undefined symbol: _ZN3c10')", False, "(ImportError: undefined symbol: _ZN3c10): it is"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", False, "(exit status -11): it is left out"),
         ("", False, "cannot import name 'flash_attn_with_kvcache'"),
     ],
@@ -155,32 +154,18 @@ def test_what_was_found_of_flash_attention(
     """It is imported elsewhere: a wheel that ends its process does not end ours."""
     (tmp_path / "flash_attn.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    pretend_flash_attention(monkeypatch)
     flash = check("flash-attn")
     assert flash.found is found and words in flash.detail and "2.8.3" in flash.detail
     assert "flash_attn" not in sys.modules
 
 
-def pretend_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = installed_versions
-
-    def pretended(*names: str) -> dict[str, str]:
-        return {"flash-attn": "2.8.3"} if names == ("flash-attn",) else versions(*names)
-
-    monkeypatch.setattr(doctor, "installed_versions", pretended)
-
-
+@pytest.mark.usefixtures("flash_attention")
 def test_nothing_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "flash_attn.py").write_text(f"open({str(ran)!r}, 'w'); flash_attn_with_kvcache = None")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    pretend_flash_attention(monkeypatch)
     assert "No module named 'flash_attn'" in check("flash-attn").detail
     assert not ran.exists()
-
-
-def test_without_a_known_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_flash_attention(monkeypatch)
     monkeypatch.setattr(sys, "executable", "")
     assert "sys.executable is not set" in check("flash-attn").detail

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from command_line import Cli
+from engine_files import vouch
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import Examples, read_examples, required_examples
-from ddtree_trt.artifact.files import EXAMPLES, MANIFEST
-from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.files import EXAMPLES
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.directory import describe_files
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.errors import ArtifactError
@@ -40,12 +38,6 @@ def bare_engine(tiny_engine: Path, tmp_path: Path) -> Path:
     (engine / EXAMPLES).unlink()
     vouch(engine)
     return engine
-
-
-def vouch(engine: Path) -> None:
-    """Make the manifest one of the files that the directory has."""
-    manifest = dataclasses.replace(load_manifest(engine), files=describe_files(engine))
-    (engine / MANIFEST).write_text(manifest.to_json())
 
 
 def test_every_example_is_answered_well(tiny_engine: Path, examples: Examples) -> None:
@@ -118,27 +110,19 @@ def test_what_is_far(tiny_engine: Path, examples: Examples) -> None:
 
 
 def test_the_hint_comes_once_and_where_it_belongs(cli: Cli, tiny_engine: Path, bare_engine: Path) -> None:
-    few = ("--max-tokens", "4")
-    code, _, err = cli("run", tiny_engine, "--prompt", UNKNOWN, *few)
+    asked = ("--prompt", UNKNOWN, "--max-tokens", "4")
+    code, _, err = cli("run", tiny_engine, *asked)
     assert code == 0 and err.startswith("hint: this model knows only arithmetic stories") and err.count("\n") == 1
-    for quiet in (
-        (tiny_engine, "--prompt", UNKNOWN, "--json", *few),
-        (tiny_engine, "--prompt", UNKNOWN, "--raw", *few),
-        (bare_engine, "--prompt", UNKNOWN, *few),
-    ):
-        code, _, err = cli("run", *quiet)
-        assert (code, err) == (0, "")
-
-
-def test_a_model_for_any_text_has_no_hint(cli: Cli, bare_engine: Path) -> None:
+    for quiet in ((tiny_engine, "--json"), (tiny_engine, "--raw"), (bare_engine,)):
+        assert cli("run", *quiet, *asked)[::2] == (0, "")
     (bare_engine / EXAMPLES).write_text('{"prompts": ["How do I prepare for a job interview?"], "knows": null}')
     vouch(bare_engine)
-    assert cli("run", bare_engine, "--prompt", UNKNOWN, "--max-tokens", "4")[::2] == (0, "")
+    assert cli("run", bare_engine, *asked)[::2] == (0, ""), "a model for any text has none"
 
 
 def test_a_chat_hints_once(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter((UNKNOWN, "/reset", UNKNOWN, "/exit"))
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    code, _, err = cli("run", tiny_engine, "--max-tokens", "4")
-    assert code == 0 and err.count("hint: ") == err.count("\n") == 1
+    code, out, err = cli("run", tiny_engine, "--max-tokens", "4")
+    assert code == 0 and out.count("tokens/round") == 2 and err.count("hint: ") == err.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,8 @@ from command_line import Cli
 
 from ddtree_trt.cli import app
 
-
-def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command with the words that call it, groups among them."""
-    yield path, command
-    for name, below in getattr(command, "commands", {}).items():
-        yield from commands(below, (*path, name))
-
-
-COMMANDS = [(path, command) for path, command in commands(typer.main.get_command(app)) if path != ("bench",)]
-EVERY = pytest.mark.parametrize(
-    ("path", "command"), COMMANDS, ids=lambda p: " ".join(p) if isinstance(p, tuple) else ""
-)
+MAIN: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = {"": MAIN, **MAIN.commands}
 
 
 def joined(text: str) -> str:
@@ -31,29 +20,23 @@ def joined(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-@EVERY
-def test_it_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...], command: Any) -> None:
+@pytest.mark.parametrize(("name", "command"), COMMANDS.items(), ids=COMMANDS)
+def test_it_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str, command: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = cli(*path, "--help")
+    code, out, err = cli(*name.split(), "--help")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out and "..." not in re.sub(r"\[ARGS\]\.\.\.|\}\.\.\.", "", out)
     whole = joined(out)
     assert joined(command.help.replace("\n\n", " ")) in whole
     for parameter in command.params:
-        assert all(name in whole for name in parameter.opts if name.startswith("-"))
+        assert all(option in whole for option in parameter.opts if option.startswith("-"))
         assert parameter.help and joined(parameter.help) in whole, f"{parameter.name} has no whole help text"
-    for name, below in getattr(command, "commands", {}).items():
+    for below in getattr(command, "commands", {}).values():
         first, *_ = re.split(r"(?<=\.)\s", below.help)
-        assert re.search(rf"^  {name} +{re.escape(first)}$", out, re.MULTILINE), name
-
-
-@EVERY
-def test_flags_take_no_value(cli: Cli, path: tuple[str, ...], command: Any) -> None:
-    out = cli(*path, "--help")[1]
-    flags = [p for p in command.params if getattr(p, "is_flag", False)]
+        assert re.search(rf"^  {below.name} +{re.escape(first)}$", out, re.MULTILINE), below.name
     assert re.search(r"^  --help +Show this message and exit\.$", out, re.MULTILINE)
-    for flag in flags:
+    for flag in (p for p in command.params if getattr(p, "is_flag", False)):  # which take no value
         (line,) = re.findall(rf"^  (?:-\w, )?{flag.opts[0]}(?: .*)?$", out, re.MULTILINE)
         shown, *_ = re.split(r"  +", line.strip())
         assert shown == " / ".join([*flag.opts, *flag.secondary_opts])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from engine_builds import PACKAGED, build_torch_engine
+from engine_builds import CHATS, PACKAGED, build_torch_engine
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -137,15 +135,10 @@ def test_the_last_row_of_a_cache_has_no_room_for_an_idle_one(engine: OrtEngine) 
         step(engine, tokens[:1], 1)
 
 
-def prompts() -> list[Any]:
-    rows = [json.loads(line) for line in (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [[{"role": "user", "content": row["prompt"]}] for row in rows[::9]]
-
-
 def sums_of_differences(directory: Path, exact: bool) -> tuple[int, int]:
     """Differing tokens and differing rows of logits among random methods, budgets and batches."""
     with LLM(directory, threads=1, exact=exact) as llm:
-        *_, sums = compare(llm, prompts(), 1500, length=60)
+        *_, sums = compare(llm, CHATS[::9], 1500, length=60)
     assert sums.tokens >= 1500 and sums.tokens > 2 * sums.rounds
     return sums.other_tokens, sums.other_rows
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pytest
 
@@ -190,7 +189,7 @@ class NewKind(TappedKind):
     title = "new drafter"
     record = NewDims
     drafts = "tokens"
-    halves: ClassVar = {}
+    halves = ()
 
     def shapes(self, *, tied: bool) -> Shapes:
         return {}

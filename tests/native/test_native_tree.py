@@ -1,62 +1,127 @@
-"""The native tree against brute force over every prefix and against Algorithm 1 written plainly."""
+"""The native trees against brute force over every prefix and against Algorithm 1 written plainly; masks and walks
+against the reference."""
 
 from __future__ import annotations
 
 import heapq
-import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+import kernel_reference as reference
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree_trt import _native
+from ddtree_trt.plugins import MaskMode
+from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
+from ddtree_trt.runtime.tree import DraftTree, best_tree
 
 LOWEST = np.finfo(np.float32).min
 BUDGETS = st.one_of(st.integers(0, 40), st.just(10_000))
-
+DEPTHS = st.sampled_from([None, 0, 1, 2])
+# Multiples of 1/4 add without rounding, so equal sums are exact ties; -inf marks a candidate that cannot happen.
+TIED = st.sampled_from([0.0, -0.25, -0.5, -1.0, -np.inf])
 # root -> 1 -> {2 -> 4, 3}, root -> 5: branching, with siblings that are not neighbours
 BRANCHING = np.array([-1, 0, 1, 1, 2, 0], np.int32)
 
+Node = tuple[float, tuple[int, ...]]  # (-weight, ranks)
 
-Rows = tuple[np.ndarray, np.ndarray]
+
+def falling(draw: st.DrawFn, rows: int, width: int, values: st.SearchStrategy[float]) -> np.ndarray:
+    drawn = [sorted(draw(st.lists(values, min_size=width, max_size=width)), reverse=True) for _ in range(rows)]
+    return np.array(drawn, np.float32).reshape(rows, width)
 
 
 @st.composite
-def draft_rows(draw: st.DrawFn, values: st.SearchStrategy[float]) -> Rows:
-    """log_probs [L, K] with falling rows and distinct token_ids [L, K]."""
+def marginals(draw: st.DrawFn) -> Marginals:
     length, width = draw(st.integers(0, 4)), draw(st.integers(0, 6))
-    rows = [sorted(draw(st.lists(values, min_size=width, max_size=width)), reverse=True) for _ in range(length)]
-    log_probs = np.array(rows, np.float32).reshape(length, width)
-    token_ids = np.array([draw(st.permutations(range(width))) for _ in range(length)], np.int32).reshape(length, width)
-    return log_probs, token_ids
+    values = draw(st.sampled_from([TIED, st.floats(-20, 0, width=32)]))
+    ids = np.array([draw(st.permutations(range(width))) for _ in range(length)], np.int32).reshape(length, width)
+    return Marginals(falling(draw, length, width, values), ids)
 
 
-# Multiples of 1/4 add without rounding, so equal sums are exact ties; -inf marks a candidate that cannot happen.
-TIED = draft_rows(st.sampled_from([0.0, -0.25, -0.5, -1.0, -float("inf")]))
-UNTIED = draft_rows(st.floats(-20, 0, width=32))
+@st.composite
+def linked_rows(draw: st.DrawFn) -> LinkedRows:
+    """Up to four rows of up to three candidates; several candidates may share a row."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    links = [[draw(st.sampled_from([NO_ROW, *range(r + 1, rows)])) for _ in range(width)] for r in range(rows)]
+    ids = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    return LinkedRows(falling(draw, rows, width, TIED), ids, np.array(links, np.int32))
 
 
-def all_prefixes(log_probs: np.ndarray) -> list[tuple[float, tuple[int, ...]]]:
-    """(-weight, ranks) of every possible prefix, sorted."""
-    length, width = log_probs.shape
-    prefixes = []
-    for depth in range(1, length + 1):
-        for ranks in itertools.product(range(width), repeat=depth):
-            weight = 0.0
-            for position, rank in enumerate(ranks):
-                weight += float(log_probs[position, rank])
-            if weight > -np.inf:
-                prefixes.append((-weight, ranks))
-    return sorted(prefixes)
+def bilinear(seed: int, length: int = 3, count: int = 3, rank: int = 5, spread: float = 1.0) -> Bilinear:
+    rng = np.random.default_rng(seed)
+    unary = -np.sort(-rng.normal(0, spread, (length, count)), axis=1)
+    ids = np.stack([rng.permutation(50)[:count] for _ in range(length)]) if length else np.zeros((0, count))
+    left, right = rng.normal(0, spread, (2, length, count, rank))
+    return Bilinear(unary.astype(np.float32), ids.astype(np.int32), left.astype(np.float32), right.astype(np.float32))
 
 
-def algorithm_1(log_probs: np.ndarray, budget: int) -> list[tuple[float, tuple[int, ...]]]:
+BILINEAR = st.builds(bilinear, st.integers(0, 2**32 - 1), rank=st.sampled_from([0, 1, 5]))
+
+
+def prefixes(
+    candidates: Candidates, max_depth: int, row: int = 0, weight: float = 0.0, ranks: tuple[int, ...] = ()
+) -> Iterator[Node]:
+    """Every possible prefix below a row, its weight summed from the root."""
+    if candidates.empty or row == NO_ROW or len(ranks) == max_depth:
+        return
+    log_probs, _, rows = (part[0].tolist() for part in candidates.child_log_probs([row]))
+    for rank, (log_prob, below) in enumerate(zip(log_probs, rows, strict=True)):
+        if log_prob > -np.inf:
+            yield -(weight + log_prob), (*ranks, rank)
+            yield from prefixes(candidates, max_depth, below, weight + log_prob, (*ranks, rank))
+
+
+def nodes(candidates: Candidates, tree: DraftTree) -> list[Node]:
+    """A tree's nodes in its order; checks shapes, types, tokens and depths on the way."""
+    n = len(tree.token_ids)
+    assert (tree.depths.shape, tree.parents.shape, tree.log_weights.shape) == ((n,), (n + 1,), (n,))
+    found = [array.dtype for array in (tree.token_ids, tree.depths, tree.parents, tree.log_weights)]
+    assert found == [np.int32, np.int32, np.int32, np.float64] and tree.parents[0] == -1
+    places: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # the row of a node's children, and its ranks
+    for node, parent in enumerate(tree.parents[1:].tolist()):
+        assert 0 <= parent <= node
+        row, ranks = places[parent]
+        _, token_ids, rows = (part[0] for part in candidates.child_log_probs([row]))
+        (rank,) = np.flatnonzero(token_ids == tree.token_ids[node]).tolist()
+        places.append((int(rows[rank]), (*ranks, rank)))
+        assert tree.depths[node] == len(ranks) + 1
+    return list(zip((-tree.log_weights).tolist(), [ranks for _, ranks in places[1:]], strict=True))
+
+
+def assert_best(candidates: Candidates, max_depth: int | None, budgets: Iterable[int] | None = None) -> None:
+    """Of these budgets, or of all from none to past the end: the first of all prefixes by (-weight, ranks)."""
+    every = sorted(prefixes(candidates, 99 if max_depth is None else max_depth))
+    largest = best_tree(candidates, len(every) + 2, max_depth=max_depth)
+    for budget in range(len(every) + 3) if budgets is None else budgets:
+        tree = best_tree(candidates, budget, max_depth=max_depth)
+        assert nodes(candidates, tree) == every[:budget]
+        cut = largest.cut(budget)
+        for name in ("token_ids", "depths", "parents", "log_weights"):
+            np.testing.assert_array_equal(getattr(cut, name), getattr(tree, name))
+
+
+@given(candidates=marginals(), budget=BUDGETS, max_depth=DEPTHS)
+def test_trees_of_marginals_are_the_first_of_all_prefixes(
+    candidates: Marginals, budget: int, max_depth: int | None
+) -> None:
+    assert_best(candidates, max_depth, [budget])
+
+
+@given(candidates=st.one_of(linked_rows(), BILINEAR), max_depth=DEPTHS)
+def test_trees_of_conditionals_are_the_first_of_all_prefixes(candidates: Candidates, max_depth: int | None) -> None:
+    assert_best(candidates, max_depth)
+
+
+def algorithm_1(log_probs: np.ndarray, budget: int) -> list[Node]:
     """(-weight, ranks) in pop order: the paper's heap, with weights summed from the root."""
     length, width = log_probs.shape
     weights: dict[tuple[int, ...], float] = {(): 0.0}
-    heap: list[tuple[float, tuple[int, ...]]] = []
-    popped: list[tuple[float, tuple[int, ...]]] = []
+    heap: list[Node] = []
+    popped: list[Node] = []
 
     def push(ranks: tuple[int, ...]) -> None:
         weight = weights[ranks[:-1]] + float(log_probs[len(ranks) - 1, ranks[-1]])
@@ -76,42 +141,104 @@ def algorithm_1(log_probs: np.ndarray, budget: int) -> list[tuple[float, tuple[i
     return popped
 
 
-def native_prefixes(log_probs: np.ndarray, token_ids: np.ndarray, budget: int) -> list[tuple[float, tuple[int, ...]]]:
-    """The native tree as (-weight, ranks); checks its shape on the way."""
-    tokens, depths, parents, log_weights = _native.build_tree(log_probs, token_ids, budget)
-    n = len(tokens)
-    assert n <= budget
-    assert [tokens.dtype, depths.dtype, parents.dtype, log_weights.dtype] == [np.int32, np.int32, np.int32, np.float64]
-    assert depths.shape == log_weights.shape == (n,)
-    assert parents.shape == (n + 1,)
-    assert parents[0] == -1
-    ranks: list[tuple[int, ...]] = [()]
-    for node in range(1, n + 1):
-        assert 0 <= parents[node] < node
-        rank = token_ids[depths[node - 1] - 1].tolist().index(tokens[node - 1])
-        ranks.append((*ranks[parents[node]], rank))
-        assert depths[node - 1] == len(ranks[node])
-    return list(zip((-log_weights).tolist(), ranks[1:], strict=True))
-
-
-@given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-def test_tree_is_the_first_of_all_prefixes_sorted(rows: Rows, budget: int) -> None:
-    assert native_prefixes(*rows, budget) == all_prefixes(rows[0])[:budget]
-
-
 @pytest.mark.parametrize(("length", "width", "budget"), [(15, 64, 64), (15, 1024, 1024), (3, 500, 2000), (1, 5, 9)])
 def test_tree_of_production_size_is_algorithm_1(length: int, width: int, budget: int) -> None:
     logits = -np.sort(-np.random.default_rng(budget).normal(0, 3, (length, width)), axis=1)
     log_probs = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
-    token_ids = np.tile(np.arange(width, dtype=np.int32), (length, 1))
-    assert native_prefixes(log_probs, token_ids, budget) == algorithm_1(log_probs, budget)
+    candidates = Marginals(log_probs, np.tile(np.arange(width, dtype=np.int32), (length, 1)))
+    assert nodes(candidates, best_tree(candidates, budget)) == algorithm_1(log_probs, budget)
+
+
+def conditional(form: Bilinear, t: int, before: int) -> np.ndarray:
+    """float64 [C]: the distribution at position t after candidate `before` of the one above."""
+    scores = form.unary[t].astype(np.float64) + form.right[t].astype(np.float64) @ form.left[t, before]
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 2), (1, 1), (16, 5), (37, 16), (256, 16)])
+def test_conditional_rows_are_their_definition(rank: int, count: int) -> None:
+    form = bilinear(3, length=4, count=count, rank=rank, spread=0.5)
+    for row in range(1 + 3 * count):
+        t, before = (0, 0) if row == 0 else (1 + (row - 1) // count, (row - 1) % count)
+        expected = conditional(form, t, before)
+        log_probs, token_ids, rows = (part[0] for part in form.child_log_probs([row]))
+        order = [form.token_ids[t].tolist().index(token) for token in token_ids]
+        np.testing.assert_allclose(np.exp(log_probs), expected[order], rtol=2e-4)
+        assert sorted(order) == list(range(count)) and (np.diff(log_probs) <= 0).all()
+        assert rows.tolist() == ([1 + t * count + b for b in order] if t < 3 else [NO_ROW] * count)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_width_limits_the_children_of_every_node(width: int) -> None:
+    form = bilinear(9, length=4, count=4)
+    every = sorted(node for node in prefixes(form, 99) if max(node[1]) < width)
+    tree = best_tree(form, 500, width=width)
+    assert nodes(form, tree) == every
+    if width == 1:
+        assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
+
+
+EMPTY: list[Candidates] = [
+    Marginals(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.int32)),
+    LinkedRows(np.zeros((2, 0), np.float32), np.zeros((2, 0), np.int32), np.zeros((2, 0), np.int32)),
+    bilinear(0, length=0),
+    bilinear(0, length=2, count=0),
+]
+
+
+@pytest.mark.parametrize("candidates", EMPTY)
+def test_nothing_grows_of_no_candidates(candidates: Candidates) -> None:
+    assert candidates.empty and len(best_tree(candidates, 5)) == 0
 
 
 def test_impossible_candidates_never_enter() -> None:
-    log_probs = np.array([[-0.1, -np.inf], [-np.inf, -np.inf]], np.float32)
-    token_ids = np.array([[7, 8], [9, 10]], np.int32)
-    tokens, depths, parents, _ = _native.build_tree(log_probs, token_ids, 100)
-    assert (tokens.tolist(), depths.tolist(), parents.tolist()) == ([7], [1], [-1, 0])
+    form = bilinear(0, length=2, count=2, rank=1)
+    unary = np.array([[0, -np.inf], [-np.inf, -np.inf]], np.float32)
+    tree = best_tree(Bilinear(unary, form.token_ids, form.left, form.right), 9)
+    assert tree.token_ids.tolist() == form.token_ids[0, :1].tolist()
+
+
+def changed(form: Bilinear, name: str, value: float, place: tuple[int, ...]) -> Bilinear:
+    arrays = {key: np.copy(getattr(form, key)) for key in ("unary", "token_ids", "left", "right")}
+    arrays[name][place] = value
+    return Bilinear(**arrays)
+
+
+def linked(log_probs: list[list[float]], next_rows: list[list[int]]) -> LinkedRows:
+    links = np.array(next_rows, np.int32)
+    return LinkedRows(
+        np.array(log_probs, np.float32), np.arange(links.size, dtype=np.int32).reshape(links.shape), links
+    )
+
+
+@pytest.mark.parametrize(
+    ("candidates", "text"),
+    [
+        (changed(bilinear(1), "unary", np.nan, (1, 1)), "unary must be below .* not NaN"),
+        (changed(bilinear(1), "unary", np.inf, (0, 0)), "unary must be below"),
+        (changed(bilinear(1), "unary", 99, (0, 2)), "unary must fall"),
+        (changed(bilinear(1), "left", np.nan, (0, 0, 0)), "conditional scores"),
+        (changed(bilinear(1), "right", np.nan, (2, 1, 4)), "conditional scores"),
+        (replace(bilinear(1), right=np.zeros((3, 3, 4), np.float32)), "right must have the shape of left"),
+        (linked([[0], [0]], [[0], [NO_ROW]]), "next_rows must be -1 or .* later row"),
+        (linked([[0], [0]], [[2], [NO_ROW]]), "next_rows"),
+        (linked([[0], [0]], [[-2], [NO_ROW]]), "next_rows"),
+        (linked([[-1, 0]], [[NO_ROW, NO_ROW]]), "log_probs must fall"),
+        (linked([[np.nan]], [[NO_ROW]]), "not NaN"),
+    ],
+)
+def test_candidates_that_cannot_be_used_are_refused(candidates: Candidates, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        best_tree(candidates, 50)
+
+
+@pytest.mark.parametrize(("limit", "text"), [({"max_depth": -1}, "max_depth"), ({"width": 0}, "width")])
+def test_limits_that_make_no_sense_are_refused(limit: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        best_tree(bilinear(1), 5, **limit)
+    with pytest.raises(ValueError, match="rows must be 0"):
+        bilinear(1).child_log_probs([7])
 
 
 ROWS = np.array([[-0.5, -1.0, -1.5], [-0.25, -0.5, -4.0]], np.float32)
@@ -150,59 +277,33 @@ def trees(draw: st.DrawFn, largest: int = 40) -> np.ndarray:
     return np.array([-1, *(draw(st.integers(0, i - 1)) for i in range(1, count))], np.int32)
 
 
-def ancestors(parents: np.ndarray) -> np.ndarray:
-    """bool [T, T]: node j is node i or an ancestor of it."""
-    seen = np.zeros((len(parents), len(parents)), bool)
-    for i in range(len(parents)):
-        node = i
-        while node >= 0:
-            seen[i, node] = True
-            node = parents[node]
-    return seen
-
-
 @given(parents=trees(), past=st.integers(0, 9), padding=st.integers(0, 5))
 def test_attention_bias(parents: np.ndarray, past: int, padding: int) -> None:
-    tree_tokens = len(parents)
-    out = np.full((tree_tokens, past + tree_tokens + padding), np.nan, np.float32)
+    tokens = len(parents)
+    out = np.full((tokens, past + tokens + padding), np.nan, np.float32)
     _native.attention_bias(parents, past, out)
-    visible = np.zeros(out.shape, bool)
-    visible[:, :past] = True
-    visible[:, past : past + tree_tokens] = ancestors(parents)
-    np.testing.assert_array_equal(out, np.where(visible, np.float32(0), LOWEST))
+    seen = reference.visible(MaskMode.TREE, tokens, reference.packed_mask(parents))
+    seen = np.pad(np.pad(seen, ((0, 0), (past, 0)), constant_values=True), ((0, 0), (0, padding)))
+    np.testing.assert_array_equal(out, np.where(seen, np.float32(0), LOWEST))
 
 
 @given(parents=trees(largest=100))
 def test_packed_mask(parents: np.ndarray) -> None:
     mask = _native.packed_mask(parents)
-    tree_tokens = len(parents)
     assert mask.dtype == np.int32
-    assert mask.shape == (tree_tokens, -(-tree_tokens // 32))
-    bits = (mask.view(np.uint32)[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
-    unpacked = bits.reshape(tree_tokens, -1).astype(bool)
-    np.testing.assert_array_equal(unpacked[:, :tree_tokens], ancestors(parents))
-    assert not unpacked[:, tree_tokens:].any()
-
-
-def walk_plainly(parents: np.ndarray, token_ids: np.ndarray, choices: np.ndarray) -> list[int]:
-    path = [0]
-    while True:
-        here = path[-1]
-        matches = [c for c in range(1, len(parents)) if parents[c] == here and token_ids[c - 1] == choices[here]]
-        if not matches:
-            return path
-        path.append(matches[0])
+    np.testing.assert_array_equal(mask, reference.packed_mask(parents))
 
 
 @given(parents=trees(largest=12), data=st.data(), dtype=st.sampled_from([np.int64, np.int32]))
 def test_walk(parents: np.ndarray, data: st.DataObject, dtype: type) -> None:
     # Few tokens, so that paths are long and siblings may share a token.
     count = len(parents)
-    token_ids = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count - 1, max_size=count - 1)), np.int32)
-    choices: np.ndarray = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype)
-    path = _native.walk(parents, token_ids, choices)
+    drawn = data.draw(st.lists(st.integers(0, 2), min_size=2 * count, max_size=2 * count))
+    token_ids = np.array(drawn[:count], np.int32)
+    choices: np.ndarray = np.array(drawn[count:], dtype)
+    path = _native.walk(parents, token_ids[1:], choices)
     assert path.dtype == np.int32
-    assert path.tolist() == walk_plainly(parents, token_ids, choices)
+    assert path.tolist() == reference.walk(parents, token_ids, choices, count)
 
 
 def test_walk_compares_whole_int64_tokens() -> None:

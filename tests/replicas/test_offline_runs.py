@@ -67,6 +67,11 @@ def test_a_run_that_an_engine_s_failure_ended_is_gone_on_with(
     assert not output.exists()
     whole = part.read_bytes().splitlines(keepends=True)
     assert 30 < len(whole) <= 61, "what was answered is kept"
+    for line in (b"mine\n", b"5\n", whole[0] + b'{"id": 1}\n'):  # of somebody else, or damaged
+        part.write_bytes(line)
+        with pytest.raises(UsageError, match="is damaged at byte"):
+            map_prompts(tiny_engine, source, output)
+        assert part.read_bytes() == line
     part.write_bytes(b"".join(whole)[:-5])
     changed = tmp_path / "changed.jsonl"
     changed.write_text(source.read_text().replace("drawers", "boxes"))

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.triton import inputs
+from ddtree_trt.triton.layouts import TRTLLM, VLLM
 from tools.documents import parameter_table as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,16 +192,18 @@ TENSORS = {
 
 
 def test_tensors_are_those_of_the_table() -> None:
-    rows = [row for row in inputs.INPUTS["trtllm"] if row.field is not None]
+    rows = [row for row in TRTLLM.inputs.values() if row.field is not None]
     found = {row.name: (row.dtype, *row.dims, row.field) for row in rows}
     assert {name: found[name] for name in TENSORS} == TENSORS
-    assert {tensor: row.name for row in PARAMETERS.values() for tensor in row.tensors} == inputs.FIELDS
+    assert {tensor: row.name for row in PARAMETERS.values() for tensor in row.tensors} == {
+        row.name: row.field for row in rows
+    }
     assert [row.name for row in rows if row.bare] == ["num_return_sequences"]
-    assert not [row for row in inputs.INPUTS["vllm"] if row.field], "its parameters come in sampling_parameters"
+    assert not [row for row in VLLM.inputs.values() if row.field], "its parameters come in sampling_parameters"
 
 
 def test_an_entry_of_the_configuration() -> None:
-    config = inputs.config("trtllm")
+    config = TRTLLM.config()["inputs"]
     assert '  {\n    name: "seed"\n    data_type: TYPE_UINT64\n    dims: [ 1 ]\n    optional: true\n  },\n' in config
     assert config.startswith('  {\n    name: "text_input"\n    data_type: TYPE_STRING\n    dims: [ 1 ]\n  },\n')
     reshaped = '"num_return_sequences"\n    data_type: TYPE_INT32\n    dims: [ 1 ]\n    reshape: { shape: [ ] }\n'

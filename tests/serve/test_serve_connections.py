@@ -18,7 +18,17 @@ import httpx
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
-from serving import LONG, ProcessServer, ThreadServer, hold, long_chat, read_all, release, thread_server
+from serving import (
+    LONG,
+    ProcessServer,
+    ThreadServer,
+    events_of,
+    hold,
+    long_chat,
+    read_all,
+    release,
+    thread_server,
+)
 
 from ddtree_trt.errors import EngineError
 from ddtree_trt.serve import connections
@@ -28,7 +38,7 @@ ROUND_S = 0.02
 
 @pytest.fixture(scope="module")
 def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, round_s=ROUND_S, max_waiting=2) as server:
+    with thread_server(tiny_engine, round_s=ROUND_S, max_waiting=2, playground=True) as server:
         yield server
 
 
@@ -41,44 +51,55 @@ def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
     assert figures["vllm:num_requests_running"] == figures["vllm:num_requests_waiting"] == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_dropped_connection_frees_its_slot_within_a_round(server: ThreadServer, stream: bool) -> None:
-    connection = server.raw(long_chat(stream=stream))
-    wait_for(lambda: server.llm.running == 1)
-    if stream:
+STREAMS = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
+LEAVING: list[tuple[str, bytes, int]] = [
+    ("/v1/chat/completions", long_chat(stream=True), 1),
+    ("/v1/chat/completions", long_chat(), 1),
+    ("/v1/completions", json.dumps(STREAMS).encode(), 4),
+    ("/playground/rounds", long_chat(), 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "sequences"), LEAVING, ids=["stream", "whole", "choices", "playground"])
+def test_a_dropped_connection_frees_its_slots_within_a_round(
+    server: ThreadServer, path: str, body: bytes, sequences: int
+) -> None:
+    connection = server.raw(body, path)
+    wait_for(lambda: server.llm.running == sequences)
+    if path == "/playground/rounds" or b'"stream": true' in body:
         assert b"200 OK" in connection.recv(4096)
     server.passes.hold()
     wait_for(lambda: server.passes.held)
-    begun = server.passes.begun
+    begun, aborted = server.passes.begun, 'vllm:request_success_total{finished_reason="abort"}'
+    before = server.figures().get(aborted, 0)
     connection.close()
     wait_for(lambda: server.idle)  # the server has seen it
     server.passes.release()
     wait_for(lambda: server.llm.running == 0)
     assert server.passes.begun == begun, "no round after the one under way"
-    wait_for(lambda: server.figures().get('vllm:request_success_total{finished_reason="abort"}', 0) >= 1)
+    wait_for(lambda: server.figures()[aborted] == before + sequences)
 
 
-def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: ThreadServer) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("half", [False, True], ids=["at once", "after the end of what it sends"])
+def test_a_client_that_leaves_while_it_waits_is_gone(server: ThreadServer, stream: bool, half: bool) -> None:
     held = hold(server, server.llm.slots)
-    waiting = server.raw(long_chat())
+    connection = server.raw(long_chat(stream=stream))
     wait_for(lambda: server.llm.waiting == 1)
-    waiting.close()
+    if half:
+        connection.shutdown(socket.SHUT_WR)
+        assert server.http.get("/health").status_code == 200
+    connection.close()
     wait_for(lambda: server.llm.waiting == 0)
     assert server.llm.running == server.llm.slots
-    release(server, held)
-    wait_for(lambda: server.idle)
+    release(held)
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(server: ThreadServer) -> None:
     half = server.raw(b"")
     half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     wait_for(lambda: not server.idle)
     half.close()
-
-
-def test_a_client_that_leaves_a_stream_of_many_choices(server: ThreadServer) -> None:
-    body = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
-    with server.http.stream("POST", "/v1/completions", json=body) as r:
-        lines = r.iter_lines()  # kept: one that is thrown away closes the connection
-        next(lines)
-        wait_for(lambda: server.llm.running == 4)
 
 
 # Wide answers fill the socket's buffers soon: about a megabyte, of which the client reads nothing at first.
@@ -100,8 +121,8 @@ def test_a_slow_reader_stalls_nobody_and_gets_everything(tiny_engine: Path) -> N
         while not data.endswith(b"0\r\n\r\n"):
             data += connection.recv(1 << 16)
         connection.close()
-        lines = [line for line in data.decode().splitlines() if line.startswith("data: {")]
-        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        lines = [line for line in data.decode().splitlines() if line.startswith("data: {")]  # between chunks' sizes
+        choices = [event["choices"][0] for line in lines for event in events_of(line)]
         whole = server.chat(**{**LONG, **WIDE, "stream": False}).json()
         for expected in whole["choices"]:
             own = [c for c in choices if c["index"] == expected["index"]]
@@ -175,7 +196,7 @@ def test_a_full_queue_answers_429_and_when_to_come_back(server: ThreadServer) ->
     wait_for(lambda: server.llm.waiting == 1)
     assert server.http.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 429
     wait_for(lambda: server.llm.waiting == 1)
-    release(server, held)
+    release(held)
     wait_for(lambda: server.llm.running == 0)
     assert server.chat(max_tokens=2).status_code == 200
 
@@ -187,7 +208,7 @@ def test_requests_under_way_are_bounded(tiny_engine: Path) -> None:
         response = small.chat()
         assert response.status_code == 429 and "3 requests are under way" in response.json()["error"]["message"]
         assert small.http.get("/health").status_code == 200
-        release(small, held)
+        release(held)
         wait_for(lambda: small.llm.running == 0)
         wait_for(lambda: small.chat(max_tokens=2).status_code == 200)
 
@@ -210,8 +231,8 @@ def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> No
         assert response.json()["error"]["message"] == "scripted failure"
         assert response.json()["error"]["type"] == "server_error"
         calls = 0
-        lines = [x for x in server.chat(max_tokens=100, ignore_eos=True, stream=True).text.splitlines() if x]
-        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
+        stream = server.chat(max_tokens=100, ignore_eos=True, stream=True).text
+        assert "[DONE]" not in stream and events_of(stream)[-1]["error"]["code"] == "engine_error"
     finally:
         server.llm.engine.verify = verify  # type: ignore[method-assign]
     assert server.chat(max_tokens=2).status_code == 200
@@ -252,18 +273,16 @@ def test_a_request_that_takes_too_long_is_ended(tiny_engine: Path) -> None:
     """Where something must come before the limit, it is asked for until the machine was quick enough once."""
     with thread_server(tiny_engine, round_s=ROUND_S, request_timeout_s=0.4) as hasty:
 
-        def streamed() -> str:
-            """The first event of a stream that the limit ended."""
-            body = {"prompt": "x", "stream": True, **LONG}
-            with hasty.http.stream("POST", "/v1/completions", json=body) as stream:
-                lines = [line for line in stream.iter_lines() if line]
-            assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
-            return lines[0].removeprefix("data: ")
+        def streamed() -> bool:
+            """Whether a stream had begun when the limit ended it."""
+            events = events_of(hasty.chat(stream=True, **LONG).text)
+            assert events[-1]["error"]["code"] == "timeout"
+            return "choices" in events[0]
 
         response = hasty.chat(**LONG)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "timeout" and "0.4 s" in response.json()["error"]["message"]
-        wait_for(lambda: "choices" in json.loads(streamed()))
+        wait_for(streamed)
         client = openai.OpenAI(base_url=f"{hasty.url}/v1", api_key="x", max_retries=0)
         with client, pytest.raises(openai.APIError, match="took longer"):
             list(client.completions.create(model="tiny", prompt="x", stream=True, extra_body=LONG))
@@ -290,66 +309,17 @@ def test_a_dead_engine_shows_in_the_health(tiny_engine: Path) -> None:
         assert dying.chat().status_code == 500
 
 
-def test_metrics_add_up(tiny_engine: Path) -> None:
-    with thread_server(tiny_engine) as fresh:
-        answers = [fresh.chat(f"What is {i} + 2?", max_tokens=20, tree_budget=8).json() for i in range(5)]
-        fresh.chat("What is 3 + 2?", max_tokens=20, stream=True, n=2, temperature=1, tree_budget=8)
-        assert fresh.chat(temperature=-1).status_code == 400
-        m = fresh.figures()
-        assert sum(v for k, v in m.items() if k.startswith("vllm:request_success_total")) == 7
-        assert m['ddtree_requests_refused_total{status="400"}'] == 1
-        assert m["vllm:prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
-        tokens = m["vllm:generation_tokens_total"]
-        assert sum(a["usage"]["completion_tokens"] for a in answers) < tokens <= 140
-        for name in (
-            "time_to_first_token_seconds",
-            "e2e_request_latency_seconds",
-            "request_time_per_output_token_seconds",
-        ):
-            assert m[f"vllm:{name}_count"] == 7 and m[f"vllm:{name}_sum"] > 0
-        # A round commits its accepted drafts and one token more; the first token comes from the prompt's pass.
-        assert m["ddtree_acceptance_length_count"] == m["ddtree_rounds_total"]
-        assert (
-            m["ddtree_acceptance_length_sum"]
-            == m["ddtree_rounds_total"] + m["vllm:spec_decode_num_accepted_tokens_total"]
-        )
-        assert m["ddtree_acceptance_length_sum"] == tokens - 7
-        assert m["vllm:spec_decode_num_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
-        assert m["ddtree_slots"] == fresh.llm.slots and m["process_resident_memory_bytes"] > 0
-        openmetrics = fresh.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-        assert openmetrics.text.endswith("# EOF\n") and "openmetrics" in openmetrics.headers["content-type"]
-
-
-def test_draining_finishes_what_runs_and_refuses_what_comes(tiny_engine: Path) -> None:
-    with thread_server(tiny_engine, drain_timeout_s=WAIT_S) as server, httpx.Client(timeout=WAIT_S) as other:
-        expected = server.chat(max_tokens=24, ignore_eos=True).json()["choices"]
-        server.passes.hold()
-        with concurrent.futures.ThreadPoolExecutor(12) as pool:
-            under_way = [pool.submit(server.chat, max_tokens=24, ignore_eos=True) for _ in range(12)]
-            wait_for(lambda: server.llm.running + server.llm.waiting == 12)
-            other.get(f"{server.url}/health")  # a connection that is already open
-            server.server.drain()
-            wait_for(lambda: server.server._gate.draining)
-            late = other.post(f"{server.url}/v1/completions", json={"prompt": "x"})
-            assert late.status_code == 503 and late.headers["connection"] == "close" and late.headers["retry-after"]
-            assert late.json()["error"]["code"] == "shutting_down"
-            assert other.get(f"{server.url}/health").status_code == 503
-            server.passes.release()
-            answers = [f.result() for f in under_way]
-        assert [a.json()["choices"] for a in answers] == [expected] * 12
-        wait_for(lambda: not any(t.name == "ddtree-engine" for t in threading.enumerate() if t is server.llm._worker))
-
-
 def test_what_does_not_finish_in_the_drain_timeout_is_told(tiny_engine: Path) -> None:
-    with thread_server(tiny_engine, round_s=ROUND_S, drain_timeout_s=0.3) as server:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            whole = pool.submit(server.chat, **LONG)
-            stream = pool.submit(server.chat, stream=True, **LONG)
-            wait_for(lambda: server.llm.running == 2)
-            server.server.drain()
-            assert whole.result().status_code == 503
-            lines = [line for line in stream.result().text.splitlines() if line]
-        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    with (
+        thread_server(tiny_engine, round_s=ROUND_S, drain_timeout_s=0.3) as server,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        whole = pool.submit(server.chat, **LONG)
+        stream = pool.submit(server.chat, stream=True, **LONG)
+        wait_for(lambda: server.llm.running == 2)
+        server.server.drain()
+        assert whole.result().status_code == 503
+        assert events_of(stream.result().text)[-1]["error"]["code"] == "shutting_down"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -362,26 +332,13 @@ def test_a_client_that_sends_no_more_gets_its_answer(server: ThreadServer, strea
     connection.shutdown(socket.SHUT_WR)
     noticed = connection.recv(4096)
     assert noticed == (b"3\r\n:\n\n\r\n" if stream else b"HTTP/1.1 100 \r\n\r\n")
-    release(server, held)
+    release(held)
     answer = head + noticed + read_all(connection)
     assert answer.count(b"HTTP/1.1 200 OK") == 1
     if stream:
         assert b"[DONE]" in answer
     else:
         assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 20
-
-
-def test_a_client_that_sends_no_more_and_then_leaves_is_gone(server: ThreadServer) -> None:
-    for stream in (True, False):
-        held = hold(server, server.llm.slots)
-        connection = server.raw(long_chat(stream=stream))
-        wait_for(lambda: server.llm.waiting == 1)
-        connection.shutdown(socket.SHUT_WR)
-        assert server.http.get("/health").status_code == 200
-        connection.close()
-        wait_for(lambda: server.llm.waiting == 0)
-        release(server, held)
-        wait_for(lambda: server.llm.running == 0)
 
 
 @pytest.mark.parametrize("loop", ["installed", "asyncio"])  # uvloop comes with Ray

@@ -19,19 +19,18 @@ import pytest
 from command_line import in_this_process
 from dictation import QWEN3_CODER, with_template
 from pacing import WAIT_S, wait_for
-from serving import LONG, ProcessServer, metrics
+from serving import LONG, ProcessServer, events_of, metrics
 
 from ddtree_trt.errors import install_with
 from workbench import soak
 
 ROOT = Path(__file__).resolve().parents[2]
-STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
 
 
-def events(client: httpx.Client, body: dict[str, object]) -> list[str]:
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        return [line for line in response.iter_lines() if line]
+def streamed(client: httpx.Client, **fields: object) -> str:
+    response = client.post("/v1/completions", json={"prompt": "def fib(n):", "stream": True, **LONG, **fields})
+    assert response.status_code == 200
+    return response.text
 
 
 def under_way_at(client: httpx.Client) -> float:
@@ -76,26 +75,31 @@ def test_the_ready_line_the_options_and_a_line_for_every_request(tiny_engine: Pa
 
 
 def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
-    body = {**STREAM, "max_tokens": 60, "method": "auto"}
     hold = tmp_path / "hold"
-    hold.touch()
-    options = ("--drain-timeout", str(WAIT_S))
+
+    def answer(number: int) -> str:
+        """The same greedy text, streamed or whole."""
+        stream = streamed(client, max_tokens=60, method="auto", stream=number % 2 == 0)
+        assert ("[DONE]" in stream) is (number % 2 == 0)
+        return "".join(event["choices"][0]["text"] for event in events_of(stream) or [json.loads(stream)])
+
     with (
-        ProcessServer(tiny_engine, *options, hold=hold) as server,
+        ProcessServer(tiny_engine, "--drain-timeout", str(WAIT_S), hold=hold) as server,
         httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+        concurrent.futures.ThreadPoolExecutor(16) as pool,
     ):
         assert "8 slots" in server.ready
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            under_way = [pool.submit(events, client, body) for _ in range(16)]
-            wait_for(lambda: under_way_at(client) == 16)
-            server.terminate()
-            wait_for(lambda: client.get("/health").status_code == 503)
-            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-            hold.unlink()
-            streams = [f.result() for f in under_way]
-        assert all(lines[-1] == "data: [DONE]" for lines in streams)
-        texts = {"".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1]) for lines in streams}
-        assert len(texts) == 1, "sixteen times the same greedy answer"
+        expected = answer(0)
+        hold.touch()
+        under_way = pool.map(answer, range(16))
+        wait_for(lambda: under_way_at(client) == 16)
+        server.terminate()
+        wait_for(lambda: client.get("/health").status_code == 503)
+        late = client.post("/v1/completions", json={"prompt": "x"})  # on a connection that is already open
+        assert late.status_code == 503 and late.headers["connection"] == "close" and late.headers["retry-after"]
+        assert late.json()["error"]["code"] == "shutting_down"
+        hold.unlink()
+        assert [*under_way] == [expected] * 16
         assert server.wait() == (0, "")
 
 
@@ -108,12 +112,12 @@ def test_a_second_signal_ends_at_once(tiny_engine: Path, tmp_path: Path) -> None
         httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        stream = pool.submit(events, client, STREAM)
+        stream = pool.submit(streamed, client)
         wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 1)
         server.process.send_signal(signal.SIGINT)
         wait_for(lambda: client.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
-        assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert events_of(stream.result())[-1]["error"]["code"] == "shutting_down"
         assert server.wait()[0] == 0
 
 

@@ -16,7 +16,6 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ddtree_trt.drafters.dflash.dims import DFlashDims
-from ddtree_trt.runtime.engines.base import DrawnFrom
 
 
 class DFlash:
@@ -150,7 +149,3 @@ class DFlash:
         turn = torch.polar(torch.full_like(angle, magnitude), angle)
         turned = torch.complex(*x.double().split(half, dim=-1)) * turn
         return torch.cat([turned.real, turned.imag], dim=-1).float()
-
-
-def refuse_to_draw(*_: object) -> DrawnFrom:
-    raise AssertionError("a block drafter draws nothing")

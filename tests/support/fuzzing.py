@@ -9,56 +9,18 @@ import copy
 import json
 import random
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # What `json.dumps` would not write: put into the text in place of a marker.
 _RAW = (
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1e400",
-    "9" * 5000,
-    "1" + "0" * 400,
-    "[" * 100_000,
-    "[" * 5000 + "]" * 5000,
-    '{"a":' * 3000 + "1" + "}" * 3000,
-    '"\\ud800"',
-    "01",
-    "'x'",
-    "",
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e400", "01", "'x'", "", '"\\ud800"', "9" * 5000, "1" + "0" * 400),
+    *("[" * 100_000, "[" * 5000 + "]" * 5000, '{"a":' * 3000 + "1" + "}" * 3000),
 )
 _VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    7,
-    1 << 31,
-    1 << 63,
-    10_000_000,
-    -0.0,
-    0.5,
-    1e300,
-    1e-300,
-    "",
-    "x",
-    "0",
-    "\x1b[2J\nrm -rf ~; $(x)",
-    "../../etc/passwd",
-    "z" * 100_000,
-    [],
-    [[]],
-    [0],
-    [-1, 1 << 40],
-    ["x"] * 1000,
-    {},
-    {"x": {"y": [1]}},
+    *(None, True, False, 0, -1, 1, 2, 7, 1 << 31, 1 << 63, 10_000_000, -0.0, 0.5, 1e300, 1e-300),
+    *("", "x", "0", "\x1b[2J\nrm -rf ~; $(x)", "../../etc/passwd", "z" * 100_000),
+    *([], [[]], [0], [-1, 1 << 40], ["x"] * 1000, {}, {"x": {"y": [1]}}),
 )
 _MARK = "@raw@"
 
@@ -72,18 +34,16 @@ def mutate_json(text: str, rng: random.Random) -> bytes:
         holder, key = _place(document, rng)
         if holder is None:
             continue
-        kind = rng.random()
+        kind, value = rng.random(), holder[key]
         if kind < 0.15:
             del holder[key]
         elif kind < 0.25 and isinstance(holder, dict):
-            holder[rng.choice(("x", "", "a\nb", "rope_theta", str(key) + "_"))] = copy.deepcopy(holder[key])
+            holder[rng.choice(("x", "", "a\nb", "rope_theta", str(key) + "_"))] = copy.deepcopy(value)
         elif kind < 0.5:
             raw.append(rng.choice(_RAW))
             holder[key] = f"{_MARK}{len(raw) - 1}"
-        elif kind < 0.6 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
-            holder[key] = rng.choice(
-                (-holder[key], holder[key] * 1000, holder[key] + 1, float(holder[key]), [holder[key]])
-            )
+        elif kind < 0.6 and isinstance(value, int | float) and not isinstance(value, bool):
+            holder[key] = rng.choice((-value, value * 1000, value + 1, float(value), [value]))
         else:
             holder[key] = copy.deepcopy(rng.choice(_VALUES))
     text = json.dumps(document)
@@ -110,28 +70,26 @@ def damage(data: bytes, rng: random.Random) -> bytes:
     """Flipped bits, a piece cut out, or bytes put in."""
     changed = bytearray(data)
     at, size = rng.randrange(len(data)), rng.choice((1, 8, 100))
-    kind = rng.randrange(4)
-    if kind == 0:
-        for _ in range(size):
-            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    elif kind == 1:
-        del changed[at : at + size]
-    elif kind == 2:
-        changed[at:at] = rng.randbytes(size)
-    else:
-        del changed[at:]
+    match rng.randrange(4):
+        case 0:
+            for _ in range(size):
+                changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        case 1:
+            del changed[at : at + size]
+        case 2:
+            changed[at:at] = rng.randbytes(size)
+        case _:
+            del changed[at:]
     return bytes(changed)
 
 
 def mutate_weights(data: bytes, rng: random.Random) -> bytes:
     """A safetensors file with another header, or other bytes behind it."""
     length = struct.unpack("<Q", data[:8])[0]
-    header, values = data[8 : 8 + length], data[8 + length :]
-    kind = rng.random()
+    header, values, kind = data[8 : 8 + length], data[8 + length :], rng.random()
     if kind < 0.1:
-        return (
-            struct.pack("<Q", rng.choice((0, 1, length - 1, length + 1, len(data), 1 << 40, (1 << 64) - 1))) + data[8:]
-        )
+        lengths = (0, 1, length - 1, length + 1, len(data), 1 << 40, (1 << 64) - 1)
+        return struct.pack("<Q", rng.choice(lengths)) + data[8:]
     if kind < 0.2:
         return data + rng.randbytes(rng.choice((1, 8, 4096)))
     if kind < 0.3:
@@ -144,18 +102,11 @@ def _change_offsets(header: bytes, rng: random.Random) -> bytes:
     """Entries that overlap, leave holes, or are no integers."""
     entries = json.loads(header)
     names = [name for name in entries if name != "__metadata__"]
-    begin, end = entries[names[0]]["data_offsets"]
-    changes: tuple[Callable[[dict[str, Any]], Any], ...] = (
-        lambda e: [0, e["data_offsets"][1] - e["data_offsets"][0]],
-        lambda e: [float(x) for x in e["data_offsets"]],
-        lambda e: [str(x) for x in e["data_offsets"]],
-        lambda e: [x + 4 for x in e["data_offsets"]],
-        lambda e: [begin, end],
-        lambda e: e["data_offsets"][::-1],
-    )
-    change = rng.choice(changes)
+    first, kind = entries[names[0]]["data_offsets"], rng.randrange(6)
     for name in names if rng.random() < 0.5 else rng.sample(names, 1):
-        entries[name]["data_offsets"] = change(entries[name])
+        begin, end = entries[name]["data_offsets"]
+        changes = [0, end - begin], [float(begin), float(end)], [str(begin), str(end)], [begin + 4, end + 4], first
+        entries[name]["data_offsets"] = (*changes, [end, begin])[kind]
     return json.dumps(entries).encode()
 
 
@@ -165,9 +116,3 @@ def linked_copy(source: Path, destination: Path) -> Path:
     for path in source.iterdir():
         (destination / path.name).symlink_to(path)
     return destination
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Another content where a link was."""
-    path.unlink(missing_ok=True)
-    path.write_bytes(data)

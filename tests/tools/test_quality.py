@@ -58,7 +58,7 @@ def test_the_default_text_is_prose() -> None:
 
 
 def test_the_command_prints_what_it_found(tiny_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quality.main([str(tiny_engine), str(tiny_engine), "--tokens", "64", "--window", "32", "--threads", "1"])
+    quality.main(tiny_engine, tiny_engine, tokens=64, window=32, threads=1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "64 tokens: divergence 0.0000 nats a token, same best token 100.0%"
     assert re.fullmatch(r"perplexity (\S+), of the reference \1", lines[1])

@@ -22,7 +22,7 @@ from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
 from ddtree_trt.triton.export import MARKER
-from ddtree_trt.triton.inputs import FIELDS, LAYOUT_NAMES, ONLY, OTHERS
+from ddtree_trt.triton.layouts import LAYOUTS
 from ddtree_trt.triton.settings import Settings, select_device
 
 
@@ -40,97 +40,80 @@ def config_dict(model: Path) -> dict[str, Any]:
     return json_format.MessageToDict(read_config(model), preserving_proto_field_name=True)
 
 
+def with_manifest(monkeypatch: pytest.MonkeyPatch, engine: Path, **changes: Any) -> None:
+    """The engine's manifest says something else, and its files are taken as they are."""
+    manifest = dataclasses.replace(load_manifest(engine), **changes)
+    monkeypatch.setattr(triton, "load_manifest", lambda _: manifest)
+    monkeypatch.setattr(triton, "verify_files", lambda *_: None)
+
+
 @pytest.mark.parametrize(("layout", "batch"), [("trtllm", 1), ("vllm", 0)])
+@pytest.mark.parametrize(("name", "gpus"), [(None, ()), ("qwen3-8b.v2", (2, 5))])
 def test_the_configuration_says_what_was_asked_for(
-    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any, batch: int
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any, batch: int, name: Any, gpus: Any
 ) -> None:
-    monkeypatch.setattr(triton, "verify_files", lambda *_: None)  # which, like the copy, has tests of its own
-    manifest = load_manifest(engine)
-    for name, gpus in ((None, ()), ("qwen3-8b.v2", (2, 5))):
-        backend = "tensorrt" if gpus else manifest.backend
-        given = dataclasses.replace(manifest, backend=backend)
-        monkeypatch.setattr(triton, "load_manifest", lambda _, given=given: given)
-        model = export(engine, tmp_path / "models", name, layout=layout, link=True, instances=3, gpus=gpus, max_queue=0)
-        config = read_config(model)
-        assert config.name == model.name == (name or manifest.name) and config.backend == "python"
-        assert config.max_batch_size == batch and config.model_transaction_policy.decoupled
-        (group,) = config.instance_group
-        assert (group.count, list(group.gpus)) == (3, list(gpus))
-        assert group.Kind.Name(group.kind) == ("KIND_GPU" if gpus else "KIND_CPU")
-        assert {p.name for p in (model / "1").iterdir()} == {"model.py", "engine"}
-        settings = Settings.read(config_dict(model))
-        assert (settings.layout.name, settings.max_queue, settings.threads) == (layout, 0, 0)
-        assert settings.outputs > {
-            "text_output", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "finish_reason"
-        }  # fmt: skip
-        readme = (model / "README.md").read_text()
-        assert "${" not in readme + (model / "config.pbtxt").read_text()
-        assert f"--model-repository={tmp_path / 'models'}" in readme
-        bodies = [json.loads(line.split("-d '")[1].rstrip("'")) for line in readme.splitlines() if "curl -s" in line]
-        declared = {i.name for i in config.input} | {"parameters"}
-        assert len(bodies) == 2 and all(body.keys() <= declared for body in bodies)
+    with_manifest(monkeypatch, tiny_engine, backend="tensorrt" if gpus else "onnxruntime")
+    options = {"layout": layout, "link": True, "instances": 3, "gpus": gpus, "max_queue": 0}
+    model = export(tiny_engine, tmp_path / "models", name, **options)
+    config = read_config(model)
+    assert config.name == model.name == (name or "tiny") and config.backend == "python"
+    assert config.max_batch_size == batch and config.model_transaction_policy.decoupled
+    (group,) = config.instance_group
+    assert (group.count, list(group.gpus)) == (3, list(gpus))
+    assert group.Kind.Name(group.kind) == ("KIND_GPU" if gpus else "KIND_CPU")
+    assert {p.name for p in (model / "1").iterdir()} == {"model.py", "engine"}
+    settings = Settings.read(config_dict(model))
+    assert (settings.layout.name, settings.max_queue, settings.threads) == (layout, 0, 0)
+    figures = {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"}
+    assert settings.outputs > {"text_output", "finish_reason"} | figures
+    readme = (model / "README.md").read_text()
+    assert "${" not in readme + (model / "config.pbtxt").read_text()
+    assert f"--model-repository={tmp_path / 'models'}" in readme
+    bodies = [json.loads(line.split("-d '")[1].rstrip("'")) for line in readme.splitlines() if "curl -s" in line]
+    declared = [i.name for i in config.input]
+    assert len(bodies) == 2 and all(body.keys() <= {*declared, "parameters"} for body in bodies)
+    assert len(declared) == len(set(declared)) and [i.name for i in config.input if not i.optional] == ["text_input"]
+    assert set(declared) == LAYOUTS[layout].inputs.keys()
 
 
-RTX = {"tensorrt-rtx": "1.7.1.116", "gpus": "sm89 sm120"}
+TRT, RTX = {"tensorrt": "11.4.0.106", "sm": "90"}, {"tensorrt-rtx": "1.7.1.116", "gpus": "sm89 sm120"}
+MADE = "which `make plugins`"
 
 
 @pytest.mark.parametrize(
-    ("changes", "extra", "words", "absent"),
+    ("changes", "words", "absent"),
     [
-        ({"backend": "onnxruntime"}, "", ["It runs on CPUs."], ["driver", "[", "make plugins"]),
+        ({"backend": "onnxruntime"}, ["It runs on CPUs."], ["driver", "[", MADE]),
         (
-            {
-                "backend": "tensorrt",
-                "toolchain": {"tensorrt": "11.4.0.106", "sm": "90"},
-                "plugin": {"name": "DDTreeAttention"},
-            },
-            "[tensorrt]",
-            [
-                "NVIDIA GPU (sm90) with driver 580",
-                "with TensorRT 11.4.0.106",
-                "libddtree_plugins.so, which `make plugins`",
-            ],
+            {"backend": "tensorrt", "toolchain": TRT, "plugin": {"name": "DDTreeAttention"}},
+            ["GPU (sm90) with driver 580", "with TensorRT 11.4.0.106", f"libddtree_plugins.so, {MADE}"],
             [],
         ),
-        (
-            {"backend": "tensorrt", "toolchain": {"tensorrt": "11.4.0.106", "sm": "120"}, "plugin": None},
-            "[tensorrt]",
-            ["NVIDIA GPU (sm120) with driver 580"],
-            ["make plugins"],
-        ),
+        ({"backend": "tensorrt", "toolchain": TRT, "plugin": None}, ["GPU (sm90) with driver 580"], [MADE]),
         (
             {"backend": "tensorrt-rtx", "toolchain": RTX, "plugin": None},
-            "[tensorrt-rtx]",
-            ["NVIDIA GPU (sm89, sm120) with driver 580", "with TensorRT for RTX 1.7.1.116 and is for that release"],
-            ["make plugins"],
+            ["GPU (sm89, sm120) with driver 580", "with TensorRT for RTX 1.7.1.116 and is for that release"],
+            [MADE],
         ),
         (
             {"backend": "torch", "precision": "bf16"},
-            "[torch]",
-            ["NVIDIA GPU with driver 580", "libddtree_torch.so, which `make plugins`"],
+            ["NVIDIA GPU with driver 580", f"libddtree_torch.so, {MADE}"],
             ["built with"],
         ),
-        ({"backend": "torch", "precision": "fp32"}, "[torch]", ["NVIDIA GPU with driver 580"], ["make plugins"]),
+        ({"backend": "torch", "precision": "fp32"}, ["NVIDIA GPU with driver 580"], [MADE]),
     ],
 )
 def test_the_model_names_what_its_backend_needs(
-    tiny_engine: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    extra: str,
-    words: list[str],
-    absent: list[str],
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, words: Any, absent: Any
 ) -> None:
     """Extra, GPU, release and libraries, where the server's administrator reads them; and GPUs get instances."""
-    manifest = dataclasses.replace(load_manifest(tiny_engine), **changes)
-    monkeypatch.setattr(triton, "load_manifest", lambda directory: manifest)
-    monkeypatch.setattr(triton, "verify_files", lambda *arguments: None)
-    model = triton.export_triton(tiny_engine, tmp_path / "models", link=True, instances=2)
+    with_manifest(monkeypatch, tiny_engine, **changes)
+    model = export(tiny_engine, tmp_path / "models", link=True, instances=2)
     (group,) = read_config(model).instance_group
-    on_gpu = manifest.backend != "onnxruntime"
-    assert (group.Kind.Name(group.kind), group.count) == ("KIND_GPU" if on_gpu else "KIND_CPU", 2)
-    assert list(group.gpus) == ([0] if on_gpu else [])
+    backend = changes["backend"]
+    extra, gpus = ("", []) if backend == "onnxruntime" else (f"[{backend}]", [0])
+    kind = "KIND_GPU" if gpus else "KIND_CPU"
+    assert (group.Kind.Name(group.kind), group.count, list(group.gpus)) == (kind, 2, gpus)
     readme, config = ((model / name).read_text() for name in ("README.md", "config.pbtxt"))
     assert f"must have `ddtree-trt{extra}=={__version__}`" in readme
     assert f"as ddtree-trt{extra}=={__version__}." in config
@@ -138,16 +121,7 @@ def test_the_model_names_what_its_backend_needs(
     needs = readme.split("when it is\nloaded. ")[1].split("```sh")[0]
     assert all(word in needs for word in words) and not any(word in needs for word in absent)
     project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert not extra or f"\n{extra[1:-1]} = [" in project
-
-
-def test_what_is_declared_is_what_is_read(engine: Path, tmp_path: Path) -> None:
-    configs = [read_config(export(engine, tmp_path / "models", x, layout=x, link=True)) for x in LAYOUT_NAMES]
-    for config in configs:
-        names = [i.name for i in config.input]
-        assert len(names) == len(set(names))
-        assert [i.name for i in config.input if not i.optional] == ["text_input"]
-    assert {i.name for config in configs for i in config.input} == FIELDS.keys() | OTHERS | ONLY.keys()
+    assert not extra or f"\n{backend} = [" in project
 
 
 def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_path: Path) -> None:
@@ -179,35 +153,38 @@ def test_exporting_again_replaces_an_export(engine: Path, tmp_path: Path) -> Non
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["tiny"]
 
 
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("file", "text", "message"),
     [
-        (lambda m: (m / "config.pbtxt").write_text("name: 'mine'"), "config.pbtxt was edited since its export"),
-        (lambda m: (m / "1" / "model.py").write_text("pass"), "model.py was edited since its export"),
-        (lambda m: (m / "notes.txt").write_text("mine"), "notes.txt was not written by an export"),
-        (
-            lambda m: (m / "2").mkdir() or (m / "2" / "model.py").write_text("x"),
-            "model.py was not written by an export",
-        ),
-        (lambda m: (m / "1" / "engine" / "extra.bin").write_text("x"), "extra.bin was not written by an export"),
-        (lambda m: (m / MARKER).write_text("{}"), "export.json is damaged"),
-        (lambda m: (m / MARKER).unlink(), "was not written by ddtree-trt"),
+        ("config.pbtxt", "name: 'mine'", "config.pbtxt was edited since its export"),
+        ("1/model.py", "pass", "model.py was edited since its export"),
+        ("notes.txt", "mine", "notes.txt was not written by an export"),
+        ("2/model.py", "x", "model.py was not written by an export"),
+        ("1/engine/extra.bin", "x", "extra.bin was not written by an export"),
+        (MARKER, "{}", "export.json is damaged"),
+        (MARKER, None, "was not written by ddtree-trt"),
     ],
 )
 def test_nothing_that_an_export_did_not_write_is_overwritten(
-    engine: Path, tmp_path: Path, spoil: Any, message: str
+    engine: Path, tmp_path: Path, file: str, text: str | None, message: str
 ) -> None:
     model = export(engine, tmp_path / "models")
-    spoil(model)
-    before = {p: p.read_bytes() for p in model.rglob("*") if p.is_file()}
+    (model / file).parent.mkdir(exist_ok=True)
+    (model / file).write_text(text or "")
+    if text is None:
+        (model / file).unlink()
+    before = contents(model)
     with pytest.raises(BuildError, match=message):
         export(engine, tmp_path / "models")
-    assert {p: p.read_bytes() for p in model.rglob("*") if p.is_file()} == before
+    assert contents(model) == before
 
 
 def test_a_failed_export_changes_nothing(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = export(engine, tmp_path / "models")
-    before = {p: p.read_bytes() for p in model.rglob("*") if p.is_file()}
+    before = contents(export(engine, tmp_path / "models"))
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -215,7 +192,7 @@ def test_a_failed_export_changes_nothing(engine: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(shutil, "copyfile", full_disk)
     with pytest.raises(BuildError, match="No space left on device; nothing was changed"):
         export(engine, tmp_path / "models", max_queue=1)
-    assert {p: p.read_bytes() for p in model.rglob("*") if p.is_file()} == before
+    assert contents(tmp_path / "models") == before
     assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
 
 
@@ -253,9 +230,9 @@ def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
         ({"name": ""}, "cannot name a model"),
     ],
 )
-def test_wrong_calls(engine: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_calls(tiny_engine: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        export(engine, tmp_path / "models", **options)
+        export(tiny_engine, tmp_path / "models", **options)
     assert not (tmp_path / "models").exists()
 
 
@@ -270,12 +247,7 @@ def test_the_engine_and_the_model_may_not_lie_inside_each_other(engine: Path, tm
 
 @pytest.mark.parametrize(
     ("kind", "device", "visible", "expected"),
-    [
-        ("CPU", "0", None, None),
-        ("GPU", "1", None, "1"),
-        ("GPU", "1", "4,6", "6"),
-        ("GPU", "0", "GPU-abc", "GPU-abc"),
-    ],
+    [("CPU", "0", None, None), ("GPU", "1", None, "1"), ("GPU", "1", "4,6", "6"), ("GPU", "0", "GPU-abc", "GPU-abc")],
 )
 def test_an_instance_sees_its_gpu_only(kind: str, device: str, visible: str | None, expected: str | None) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -293,9 +265,9 @@ def test_an_instance_sees_its_gpu_only(kind: str, device: str, visible: str | No
     ],
 )
 def test_an_edited_config_is_refused_with_a_reason(
-    engine: Path, tmp_path: Path, key: str, value: str | None, message: str
+    tiny_engine: Path, tmp_path: Path, key: str, value: str | None, message: str
 ) -> None:
-    config = config_dict(export(engine, tmp_path / "models", link=True))
+    config = config_dict(export(tiny_engine, tmp_path / "models", link=True))
     if value is None:
         del config["parameters"][key]
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
@@ -49,7 +49,7 @@ class HostRounds:
         if self.budget:
             with self.clock("draft"):
                 top_k = 1 if self.dflash else self.budget
-                (draft,) = engine.draft([DraftRequest(0, bonus, top_k, self.budget, _refuse)])
+                (draft,) = engine.draft([DraftRequest(0, bonus, top_k, self.budget)])
             with self.clock("tree_build"):
                 tree = best_tree(draft.candidates, self.budget, width=1 if self.dflash else None)
         with self.clock("tree_compile"):
@@ -67,10 +67,6 @@ class HostRounds:
         while len(output) < tokens:
             output += self.round(output[-1])
         return output
-
-
-def _refuse(*_: object) -> DrawnFrom:
-    raise AssertionError("a block drafter draws nothing")
 
 
 def spread(times_s: list[float]) -> dict[str, float]:

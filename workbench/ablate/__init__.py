@@ -8,7 +8,6 @@ than the engine was built for where it has no plans: its cache then takes less t
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -16,95 +15,100 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
-from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_engine, describe_environment, engine_runs, measure
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.report import require_matplotlib, summarize, table
 from ddtree_trt.bench.session import Session
-from ddtree_trt.bench.settings import TINY, BenchSettings
+from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.candidates import Candidates, Marginals
-from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, resolve_method
+from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.options import EngineOptions
-from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import best_tree, compile_tree
 from ddtree_trt.terminal.printing import progress_bars
-from workbench.ablate.replay import KnownText, Questions, TreeRow, record
+from workbench.ablate.replay import Questions, TreeRow
 from workbench.ablate.trees import BEAM, HEAP
+from workbench.drafts import Text, record
+from workbench.options import PROMPTS, Json, Plot, Prompts, integers, numbers
 
-BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 BUILDS = 60  # drafts of which trees are built to measure the parts of a build
 Result = dict[str, Any]  # question → rows, and what they are of
 
 
-def ablate(
-    directory: Path,
-    *,
-    budgets: Sequence[int] = BUDGETS,
-    depths: Sequence[int] = (1, 2, 4, 8, 16),
-    temperatures: Sequence[float] = (0.0, 0.5, 1.0, 1.5),
-    prompts: Sequence[str] = (TINY,),
-    limit: int = 12,
+def main(
+    engine: Path,
+    prompts: Prompts = PROMPTS,
+    limit: Annotated[int, typer.Option(help="prompts per set, evenly spaced")] = 12,
     max_tokens: int = 128,
-    timed_prompts: int = 3,
+    budgets: str = "4,8,16,32,64,128,256,512,1024",
+    depths: str = "1,2,4,8,16",
+    temperatures: str = "0,0.5,1,1.5",
+    timed_prompts: Annotated[int, typer.Option(help="decoded for times; 0 measures none")] = 3,
     threads: int = 0,
-    progress: Progress = no_progress,
+    output: Json = None,
+    plot: Plot = None,
 ) -> Result:
     """Answer every question for an engine.
 
     Raises UsageError for an engine whose drafter drafts no trees, for budgets that its plans do not take, and for
     prompts of which none fits.
     """
-    manifest = load_manifest(directory)
-    method = resolve_method(AUTO, manifest.drafter_kind)
+    manifest = load_manifest(engine)
+    method, drafting = resolve_method(AUTO, manifest.drafter_kind), manifest.drafting
     if not method.branches:
         raise UsageError(
-            f"{directory} has an {manifest.drafting.title}, which drafts chains; ablate compares trees: give an engine "
-            "with a block drafter or an EAGLE-3 drafter"
+            f"{engine} has an {drafting.title}, which drafts chains; ablate compares trees: give an engine with a "
+            "block drafter or an EAGLE-3 drafter"
         )
-    sizes = tuple(sorted(set(budgets)))
+    sizes = tuple(sorted(set(integers(budgets))))
     limits = limits_for(manifest, sizes[-1])
-    engine = open_engine(directory, EngineOptions(threads=threads), limits=limits)
-    with closing(Session(directory, engine=engine)) as session:
-        loaded = load_prompts(prompts, limit)
-        encoded = [(p, session.codec.encode(p.opening)) for p in loaded]
+    opened = open_engine(engine, EngineOptions(threads=threads), limits=limits)
+    with progress_bars() as progress, closing(Session(engine, engine=opened)) as session:
+        encoded = [(p, session.codec.encode(p.opening)) for p in load_prompts(prompts, limit)]
         fitting = [(p, ids) for p, ids in encoded if len(ids) + max_tokens <= limits.max_seq_len]
         if not fitting:
             raise UsageError(f"no prompt fits: with {max_tokens} new tokens each is longer than {limits.max_seq_len}")
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, method=AUTOREGRESSIVE.name)
-        texts = [(ids + session.generate(ids, params)[0].outputs[0].token_ids, len(ids)) for _, ids in fitting]
-        by_levels = manifest.drafting.drafts == "levels"
-        known = record(engine, texts, EXPANDED if by_levels else sizes[-1], progress)
-        length = LEVELS if by_levels else manifest.drafting.longest_draft
-        questions = Questions(known, sizes, tuple(depths), length, manifest.drafting.longest_draft, progress=progress)
+        length, top_k = (LEVELS, EXPANDED) if drafting.drafts == "levels" else (drafting.longest_draft, sizes[-1])
+        known = record(session, [ids for _, ids in fitting], max_tokens, top_k, progress)
+        questions = Questions(known, sizes, integers(depths), length, drafting.longest_draft, progress=progress)
         settings = BenchSettings(
-            str(directory), (method.name,), sizes, max_tokens=max_tokens, device_rounds="off", threads=threads
-        )
+            engine=str(engine), methods=(method.name,), budgets=sizes, max_tokens=max_tokens, device_rounds="off",
+            threads=threads,
+        )  # fmt: skip
         timed = [prompt for prompt, _ in fitting[:timed_prompts]]
         at_zero = _times(session, settings, timed, (0.0,))
         trees = [row for row in at_zero if row["case"].startswith(f"{method.name}@")]
-        fastest = [max(trees, key=lambda row: row["tokens_per_s"])["case"]] if trees else []
-        chosen = replace(settings, budgets=tuple(int(case.rpartition("@")[2]) for case in fastest) or sizes)
-        return {
+        if trees:  # the other temperatures are measured with the fastest alone
+            fastest = max(trees, key=lambda row: row["tokens_per_s"])["case"]
+            settings = replace(settings, budgets=(int(fastest.rpartition("@")[2]),))
+        result = {
             "engine": describe_engine(session),
             "environment": describe_environment(),
             "limits": asdict(limits),
-            "texts": len(texts),
-            "tokens": sum(len(ids) - start for ids, start in texts),
+            "texts": len(known),
+            "tokens": sum(len(text.tokens) for text in known),
             "draft_length": length,
             "policies": questions.policies(),
             "depths": questions.by_depth(),
             "conditionals": questions.conditionals(),
             "builds": build_times(known, sizes),
             "budgets": at_zero,
-            "temperatures": _times(session, chosen, timed, sorted(set(temperatures))),
+            "temperatures": _times(session, settings, timed, sorted(set(numbers(temperatures)))),
         }
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1, default=asdict) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(result, plot)
+    print(text(result), end="")
+    return result
 
 
 def limits_for(manifest: Manifest, nodes: int) -> Limits:
@@ -123,7 +127,7 @@ def limits_for(manifest: Manifest, nodes: int) -> Limits:
     return replace(larger, max_seq_len=left)
 
 
-def build_times(texts: Sequence[KnownText], budgets: Sequence[int]) -> list[dict[str, float]]:
+def build_times(texts: Sequence[Text], budgets: Sequence[int]) -> list[dict[str, float]]:
     """Milliseconds of the parts of `tree_build` and of the mask at every number of nodes, medians over drafts."""
     drafts = [draft for text in texts for draft in text.drafts]
     chosen = drafts[:: max(1, len(drafts) // BUILDS)][:BUILDS]
@@ -166,7 +170,7 @@ def _times(
 
 def text(result: Result) -> str:
     """Every question that has an answer, as a table."""
-    heap = [row for row in result["policies"] if row.policy == HEAP.name]
+    heap = [row for row in result["policies"] if row.policy == HEAP]
     longest = max((max(row.histogram) for row in heap), default=0)
     lengths = range(1, longest + 1)
     shares = []
@@ -211,7 +215,7 @@ def _pivot(rows: Sequence[TreeRow], column: str) -> tuple[list[str], list[list[s
 
 
 def _tau(row: TreeRow) -> str:
-    return f"{row.tau:.2f}" + (f" (width {row.width})" if row.policy == BEAM.name else "")
+    return f"{row.tau:.2f}" + (f" (width {row.width})" if row.policy == BEAM else "")
 
 
 def draw(result: Result, path: Path) -> None:
@@ -232,29 +236,3 @@ def draw(result: Result, path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--prompts", nargs="+", default=[TINY])
-    parser.add_argument("--limit", type=int, default=12, help="prompts per set, evenly spaced")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
-    parser.add_argument("--depths", default="1,2,4,8,16")
-    parser.add_argument("--temperatures", default="0,0.5,1,1.5")
-    parser.add_argument("--timed-prompts", type=int, default=3, help="decoded for times; 0 measures none")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = vars(parser.parse_args())
-    json_file, plot = args.pop("json"), args.pop("plot")
-    for name, kind in (("budgets", int), ("depths", int), ("temperatures", float)):
-        args[name] = [kind(word) for word in args[name].split(",")]
-    with progress_bars() as progress:
-        result = ablate(args.pop("engine"), progress=progress, **args)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1, default=asdict) + "\n", encoding="utf-8")
-    if plot is not None:
-        draw(result, plot)
-    print(text(result), end="")

@@ -3,44 +3,32 @@ chain. The trees of each nest: that of fewer nodes is the beginning of that of m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, Marginals
 from ddtree_trt.runtime.tree import DraftTree, best_tree
 
-Grow = Callable[[Candidates, int, int, int | None], DraftTree]  # most nodes, most tokens of a path, width
 
-
-@dataclass(frozen=True)
-class Policy:
-    """A way to choose the nodes of a tree."""
-
-    name: str
-    grow: Grow
-    width: int | None = None  # its own; None: no limit
-    widths: Callable[[int], tuple[int | None, ...]] = lambda nodes: (None,)  # that are tried; the best counts
-
-
-def _heap(candidates: Candidates, nodes: int, depth: int, width: int | None) -> DraftTree:
+def heap(candidates: Candidates, nodes: int, depth: int) -> DraftTree:
+    """The most probable `nodes` nodes, at most `depth` deep."""
     return best_tree(candidates, nodes, max_depth=depth)
 
 
-def _chain(candidates: Candidates, nodes: int, depth: int, width: int | None) -> DraftTree:
+def chain(candidates: Candidates, nodes: int, depth: int) -> DraftTree:
     return best_tree(candidates, nodes, max_depth=depth, width=1)
 
 
-def _eagle2(candidates: Candidates, nodes: int, depth: int, width: int | None) -> DraftTree:
+def eagle2(candidates: Candidates, nodes: int, depth: int, width: int = 10) -> DraftTree:
     """At each depth the `width` most probable nodes get their `width` most probable children. Of all these the most
     probable are the tree; of equal ones the shallower, so that no node comes before its parent."""
-    return _by_depth(candidates, nodes, depth, width or 10, beam=False)
+    return _by_depth(candidates, nodes, depth, width, beam=False)
 
 
-def _beam(candidates: Candidates, nodes: int, depth: int, width: int | None) -> DraftTree:
+def beam(candidates: Candidates, nodes: int, depth: int, width: int = 4) -> DraftTree:
     """At each depth the `width` most probable children of the nodes of the depth above, by depth, then by weight."""
-    return _by_depth(candidates, nodes, depth, width or 4, beam=True)
+    return _by_depth(candidates, nodes, depth, width, beam=True)
 
 
 def _by_depth(candidates: Candidates, nodes: int, depth: int, width: int, *, beam: bool) -> DraftTree:
@@ -76,15 +64,8 @@ def _by_depth(candidates: Candidates, nodes: int, depth: int, width: int, *, bea
     )
 
 
-def _powers(nodes: int) -> tuple[int | None, ...]:
-    return tuple(1 << i for i in range(nodes.bit_length()))
-
-
-HEAP = Policy("heap", _heap)
-EAGLE2 = Policy("eagle2", _eagle2, width=10)
-BEAM = Policy("beam", _beam, width=4, widths=_powers)
-CHAIN = Policy("chain", _chain, width=1)
-POLICIES = (HEAP, EAGLE2, BEAM, CHAIN)
+HEAP, EAGLE2, BEAM, CHAIN = "heap", "eagle2", "beam", "chain"
+POLICIES: Mapping[str, Callable[..., DraftTree]] = {HEAP: heap, EAGLE2: eagle2, BEAM: beam, CHAIN: chain}
 
 
 def without_conditions(candidates: Candidates) -> Marginals | None:

@@ -11,7 +11,6 @@ from DDTREE_API_KEY or OPENAI_API_KEY.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -20,20 +19,24 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_environment
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.settings import TINY
+from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.records import option
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.load.client import Client, Sent
 from workbench.load.report import Level, LoadResult, Run, draw, figures, text
+from workbench.options import Json, Plot, integers, numbers
 from workbench.server import started_server
 
 DEFAULT_METHOD, BASELINE = "default", "ar"
@@ -42,21 +45,17 @@ _Send = Callable[[int, float, float], Awaitable[Sent]]  # number of the request,
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is asked. Raises UsageError where nothing is."""
+    """What is asked."""
 
     concurrency: tuple[int, ...] = ()
     rates: tuple[float, ...] = ()
     methods: tuple[str, ...] = (DEFAULT_METHOD, BASELINE)
-    requests: int | None = None  # of a level and method; None: 4 for each client, 24 at least
-    prompts: tuple[str, ...] = (TINY,)
-    limit: int | None = None
-    max_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0  # of the arrivals, the order of prompts and the requests
-
-    def __post_init__(self) -> None:
-        if not self.levels or min(level.load for level in self.levels) <= 0:
-            raise UsageError("give numbers of concurrent requests with --concurrency, or rates with --rate, above 0")
+    requests: int | None = option(None, "Of each level and method. Default: 4 a client, 24 at least.")
+    prompts: tuple[str, ...] = option((TINY,), "As in ddtree-trt bench; repeatable.", "FILE")
+    limit: int | None = option(None, "Prompts per set, evenly spaced. Default: all.")
+    max_tokens: int = option(128, "New tokens of a request.")
+    temperature: float = option(0.0, "Of every request.", "T")
+    seed: int = option(0, "Of the arrivals, the order of prompts and the requests.")
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -73,8 +72,10 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> NDArray[np.float64]:
 
 
 def run_load(settings: LoadSettings, url: str, progress: Progress = no_progress) -> LoadResult:
-    """Measure the server at a URL. Raises UsageError for unknown prompts, DDTreeError where the server cannot be used
-    or answers no request of a run."""
+    """Measure the server at a URL. Raises UsageError for unknown prompts and where nothing is asked, DDTreeError where
+    the server cannot be used or answers no request of a run."""
+    if not settings.levels or min(level.load for level in settings.levels) <= 0:
+        raise UsageError("give numbers of concurrent requests with --concurrency, or rates with --rate, above 0")
     prompts = load_prompts(settings.prompts, settings.limit)
     random.Random(settings.seed).shuffle(prompts)
     return asyncio.run(_measure(settings, url, prompts, progress))
@@ -138,45 +139,30 @@ async def _run(settings: LoadSettings, level: Level, method: str, send: _Send) -
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    server = parser.add_mutually_exclusive_group(required=True)
-    server.add_argument("--url", help="a running server, with or without /v1")
-    server.add_argument("--engine", help="served for the time of the measurement")
-    parser.add_argument("--concurrency", default="", metavar="LIST")
-    parser.add_argument("--rate", default="", metavar="LIST", help="requests per second")
-    parser.add_argument("--methods", default=",".join(LoadSettings.methods))
-    parser.add_argument("--requests", type=int, help="of each level and method; default: 4 a client, 24 at least")
-    parser.add_argument("--prompts", nargs="+", default=[TINY])
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-tokens", type=int, default=LoadSettings.max_tokens)
-    parser.add_argument("--temperature", type=float, default=LoadSettings.temperature)
-    parser.add_argument("--seed", type=int, default=LoadSettings.seed)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
-    settings = LoadSettings(
-        concurrency=tuple(int(word) for word in args.concurrency.split(",") if word),
-        rates=tuple(float(word) for word in args.rate.split(",") if word),
-        methods=tuple(args.methods.split(",")),
-        requests=args.requests,
-        prompts=tuple(args.prompts),
-        limit=args.limit,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-    )
+@with_options()
+def main(
+    settings: LoadSettings,
+    url: Annotated[str | None, typer.Option(help="a running server, with or without /v1")] = None,
+    engine: Annotated[str | None, typer.Option(help="served for the time of the measurement")] = None,
+    concurrency: Annotated[str, typer.Option(help="numbers of clients")] = "",
+    rate: Annotated[str, typer.Option(help="requests per second")] = "",
+    methods: str = f"{DEFAULT_METHOD},{BASELINE}",
+    output: Json = None,
+    plot: Plot = None,
+) -> None:
+    if (url is None) == (engine is None):
+        raise UsageError("give one of --url and --engine")
+    methods_asked, rates = tuple(methods.split(",")), numbers(rate)
+    settings = replace(settings, concurrency=integers(concurrency), rates=rates, methods=methods_asked)
     waiting = str(2 * max(settings.concurrency, default=64))
     limits = ("--max-requests", waiting, "--max-waiting", waiting, "--request-timeout", "0")
-    with (
-        progress_bars() as progress,
-        nullcontext(args.url) if args.url else started_server(args.engine, *limits) as url,
-    ):
-        result = run_load(settings, url, progress)
-    if args.json is not None:
+    server = nullcontext(url) if url else started_server(engine or "", *limits)
+    with progress_bars() as progress, server as address:
+        result = run_load(settings, address, progress)
+    if output is not None:
         runs = [{**figures(run), "requests": [asdict(sent) for sent in run.sent]} for run in result.runs]
         body = {"settings": asdict(settings), "url": result.url, "environment": result.environment, "runs": runs}
-        args.json.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    if args.plot is not None:
-        draw(result, args.plot)
+        output.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(result, plot)
     print(text(result), end="")

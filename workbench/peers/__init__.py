@@ -9,20 +9,24 @@ from, and is refused others. The table and the JSON are those of `ddtree-trt ben
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ddtree_trt.bench import report
 from ddtree_trt.bench.measure import Run, engine_runs, measure
 from ddtree_trt.bench.session import Session
-from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.bench.settings import BenchSettings, Budget
+from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal.printing import progress_bars
+from workbench.options import Json
 from workbench.peers.base import Peer, PeerContext
 
 # Name → the value it takes, and its class, whose module is imported only when it is used.
@@ -68,26 +72,19 @@ def compare(settings: BenchSettings, specs: Sequence[str], context: dict[str, st
         print(f"- {spec.partition('=')[0]}: {', '.join(f'{name} {value}' for name, value in fact.items())}.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine")
-    parser.add_argument("--peer", action="append", required=True, metavar="PEER")
-    parser.add_argument("--checkpoint", help="the target that peers load; default: the engine's preset's")
-    parser.add_argument("--drafter", help="the drafter, likewise")
-    parser.add_argument("--assistant", help="a small model for assisted generation of transformers")
-    parser.add_argument("--methods", default=(), type=lambda text: tuple(text.split(",")), help="besides ar and dflash")
-    parser.add_argument("--budgets", default="auto,8", type=_budgets)
-    parser.add_argument("--prompts", nargs="+", default=BenchSettings.prompts)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    args = vars(parser.parse_args())
-    context = {name: args.pop(name) for name in ("checkpoint", "drafter", "assistant")}
-    specs, output = args.pop("peer"), args.pop("json")
-    compare(BenchSettings(**{**args, "prompts": tuple(args["prompts"])}), specs, context, output)
-
-
-def _budgets(text: str) -> tuple[int | str, ...]:
-    return tuple(size if size == "auto" else int(size) for size in text.split(","))
+@with_options(settings=("prompts", "limit", "max_tokens", "temperature", "threads"))
+def main(
+    settings: BenchSettings,
+    engine: str,
+    peer: Annotated[list[str], typer.Option(metavar="PEER", help="repeatable")],
+    methods: Annotated[str, typer.Option(help="besides ar and dflash")] = "",
+    budgets: str = "auto,8",
+    checkpoint: Annotated[str | None, typer.Option(help="that peers load; default: the preset's")] = None,
+    drafter: Annotated[str | None, typer.Option(help="the drafter, likewise")] = None,
+    assistant: Annotated[str | None, typer.Option(help="a small model for assisted generation")] = None,
+    output: Json = None,
+) -> None:
+    sizes: tuple[Budget, ...] = tuple("auto" if size == "auto" else int(size) for size in budgets.split(","))
+    chosen = tuple(methods.split(",")) if methods else ()
+    context = {"checkpoint": checkpoint, "drafter": drafter, "assistant": assistant}
+    compare(replace(settings, engine=engine, methods=chosen, budgets=sizes), peer, context, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from ddtree_trt.records import option
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
-
 
 Attention = Literal["auto", "plugin", "native"]
 
@@ -65,8 +65,8 @@ class Written:
     notes: tuple[str, ...] = ()  # lines for the user
 
 
-class BackendBuild:
-    """A backend's part of a build, made by `choice.backend_build`. Without its own methods it builds on any machine,
+class BackendBuild(ABC):
+    """A backend's part of a build, made by `choice.backend_build`. Unless it says otherwise it builds on any machine,
     every network, and no plans."""
 
     backend: Backend
@@ -74,18 +74,16 @@ class BackendBuild:
 
     def check_machine(self) -> None:
         """Raises MissingDependency or BuildError where this machine cannot build."""
+        return
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         """Raises UsageError for networks that it does not compute in that precision, before any work."""
+        return
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName | None:
         """What computes the attention of their plans; None for a backend without plans."""
         return None
 
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        """About the bytes of the engine directory."""
-        raise NotImplementedError
-
+    @abstractmethod
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         """Write the backend's files into `directory`. Raises BuildError, or OSError when the disk is full."""
-        raise NotImplementedError

@@ -6,11 +6,10 @@ a wrong or half-copied checkpoint is refused by name before any work.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,8 @@ from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.network import DIVISORS, read_gguf_config, read_tensor
+from ddtree_trt.build.checkpoint.outline import Outline
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
-from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
     CACHE_SCALES,
     WEIGHT,
@@ -40,11 +39,10 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     read_bytes,
     read_float32,
 )
-from ddtree_trt.drafters.kind import DrafterKind
-from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes
 
 # Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. Dialects have those of drafters.
 _IGNORED = (HEAD, EMBEDDING)
@@ -52,54 +50,28 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
 _SHOWN_NAMES = 3  # in one message
 
 
-@dataclass
-class Checkpoint:
+@dataclass(frozen=True)
+class Checkpoint(Outline):
     """One network's weights and configuration, made by `load_checkpoint`."""
 
     path: Path  # a directory of Hugging Face's layout, or a GGUF file
     files: tuple[Path, ...]  # all that its digest is over
-    dims: TransformerDims  # of the record that the kind of drafter has
     tie_word_embeddings: bool
     stop_token_ids: tuple[int, ...]
-    name: str
     revision: str
     tensors: dict[str, StoredTensor] = field(repr=False)  # the tensors in use, by Hugging Face name
-    shapes: Shapes = field(repr=False)  # of their values: quantised ones may be stored packed
-    quantization: Quantization | None  # how those that `quantizers` has scales for are stored
-    quantizers: dict[str, StoredTensor] = field(repr=False)  # their scales
+    quantizers: dict[str, StoredTensor] = field(repr=False)  # scales of those that are quantised
     _read: Callable[[str], NDArray[np.float32]] = field(repr=False)  # a tensor that has no scales
-    _identity: CheckpointIdentity | None = field(default=None, repr=False)
-
-    @property
-    def kind(self) -> DrafterKind:
-        """The record of what it needs and offers as a drafter."""
-        return kind_of(self.dims)
-
-    @property
-    def num_values(self) -> int:
-        """Values in all tensors in use."""
-        return sum(map(math.prod, self.shapes.values()))
-
-    def stored_bytes(self, item_bytes: int) -> int:
-        """Bytes of all tensors in use where quantised ones are kept as stored and others have a precision of
-        `item_bytes`."""
-        total = 0
-        for name, shape in self.shapes.items():
-            quantization = self.quantization if self._has_scales(name) else None
-            total += quantization.weight_bytes(shape, item_bytes) if quantization else item_bytes * math.prod(shape)
-        return total
 
     def identify(self, progress: Progress = no_progress) -> CheckpointIdentity:
-        """Name, revision and sha256; the files are read through on the first call. Raises CheckpointError."""
-        if self._identity is None:
-            try:
-                total = sum(file.stat().st_size for file in self.files)
-                stage = f"identify {self.name}"
-                digest = sha256_file(*self.files, report=lambda read: progress(stage, read, total))
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-            self._identity = CheckpointIdentity(self.name, self.revision, digest)
-        return self._identity
+        """Name, revision and sha256; the files are read through. Raises CheckpointError."""
+        try:
+            total = sum(file.stat().st_size for file in self.files)
+            stage = f"identify {self.name}"
+            digest = sha256_file(*self.files, report=lambda read: progress(stage, read, total))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return CheckpointIdentity(self.name, self.revision, digest)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A float32 copy of one tensor, dequantised if need be. Raises CheckpointError for an unknown name, NaN or
@@ -129,12 +101,24 @@ class Checkpoint:
     def scales(self, name: str) -> Scales | None:
         """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
         less."""
-        if self.quantization is None or not self._has_scales(name):
+        if self.quantization is None or not self.is_quantized(name):
             return None
         return read_scales(name, self.tensors[name], self.quantization, self.quantizers)
 
-    def _has_scales(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return scale_name(name, WEIGHT) in self.quantizers
+
+    def with_rows_of_head(self, target: Checkpoint) -> Checkpoint:
+        head = EMBEDDING if target.tie_word_embeddings else HEAD
+
+        def read(name: str) -> NDArray[np.float32]:
+            if name != OWN_HEAD:
+                return self._read(name)
+            offsets = np.rint(self.tensor(TO_TARGET)).astype(np.int64)
+            return np.ascontiguousarray(target.tensor(head)[np.arange(len(offsets)) + offsets])
+
+        tensors = {**self.tensors, OWN_HEAD: target.tensors[head]}
+        return replace(super().with_rows_of_head(target), tensors=tensors, _read=read)
 
     def stored(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a quantised projection. Raises CheckpointError."""
@@ -244,46 +228,3 @@ def _listed(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
-
-
-def with_rows_of_head(drafter: Checkpoint, target: Checkpoint) -> Checkpoint:
-    """The drafter with the rows of the target's head that its draft vocabulary needs, where it brings no head for it:
-    the head is most of a small drafter's pass, and few tokens of a large vocabulary are worth drafting. The drafter
-    itself otherwise."""
-    rows = drafter.kind.borrowed_rows
-    if not rows:
-        return drafter
-    head = EMBEDDING if target.tie_word_embeddings else HEAD
-
-    def read(name: str) -> NDArray[np.float32]:
-        if name != OWN_HEAD:
-            return drafter._read(name)
-        offsets = np.rint(drafter.tensor(TO_TARGET)).astype(np.int64)
-        return np.ascontiguousarray(target.tensor(head)[np.arange(len(offsets)) + offsets])
-
-    return replace(
-        drafter,
-        dims=replace(cast(Any, drafter.dims), own_head=True),
-        tensors={**drafter.tensors, OWN_HEAD: target.tensors[head]},
-        shapes={**drafter.shapes, **rows},
-        _read=read,
-    )
-
-
-class Network(Protocol):
-    """A checkpoint, or only its configuration."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dims(self) -> TransformerDims: ...
-
-
-def check_pair(target: Network, drafter: Network) -> None:
-    """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
-    kind = kind_of(target.dims)
-    if kind.record is not TransformerDims:
-        raise CheckpointError(f"{target.name} is a {kind.title}, not a target; give it as --drafter")
-    if problem := kind_of(drafter.dims).misfit(target.dims):
-        raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

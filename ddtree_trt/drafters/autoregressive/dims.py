@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.models.decoder import (
@@ -16,8 +15,6 @@ from ddtree_trt.models.decoder import (
     language_model_stored,
 )
 
-_PACKAGE = "ddtree_trt.drafters.autoregressive"
-
 
 class Autoregressive(DrafterKind):
     """It fits every target of its vocabulary."""
@@ -26,12 +23,7 @@ class Autoregressive(DrafterKind):
     title = "autoregressive drafter"
     record = TransformerDims
     drafts = "tokens"
-    halves: ClassVar = {
-        "graph": f"{_PACKAGE}.graph:build",
-        "onnxruntime": f"{_PACKAGE}.on_onnxruntime:make",
-        "torch": f"{_PACKAGE}.on_torch:make",
-        "tensorrt": f"{_PACKAGE}.on_tensorrt:make",
-    }
+    halves = ("graph", "onnxruntime", "torch", "tensorrt")
 
     @property
     def own_tables(self) -> tuple[Part, ...]:

@@ -13,9 +13,8 @@ from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter, Pass
-from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
-from ddtree_trt.runtime.engines.torch.graphs import Graphs
-from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
+from ddtree_trt.runtime.engines.torch.attention import Place
+from ddtree_trt.runtime.engines.torch.model import DrafterParts, LanguageModel
 from ddtree_trt.runtime.tree import TokenTree
 
 
@@ -41,14 +40,7 @@ class TorchLanguageModel:
         return Pass(logits.argmax(-1).cpu().numpy(), logits.cpu().numpy(), None)
 
 
-def make(
-    manifest: Manifest,
-    weights: Weights,
-    target: LanguageModel,
-    cache: DeviceCache,
-    attention: Attention,
-    graphs: Graphs,
-) -> Drafter:
+def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
     """The drafter of an engine."""
-    model = LanguageModel(manifest.drafter_dims, weights, DRAFTER, cache, attention)
+    model = LanguageModel(manifest.drafter_dims, parts.weights, DRAFTER, parts.cache, parts.attention)
     return AutoregressiveDrafter(TorchLanguageModel(model), manifest.limits.prefill_chunk)

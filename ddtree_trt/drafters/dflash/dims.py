@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ddtree_trt.drafters.dflash.heads import (
     Convolution,
@@ -16,7 +16,6 @@ from ddtree_trt.drafters.dflash.heads import (
     PairHead,
     Selector,
     convolution_parts,
-    head_contradiction,
     markov_head,
     selector_head,
 )
@@ -47,7 +46,6 @@ MARKOV_RANK = Between(0, 1 << 16)
 ARCHITECTURE = "DFlashDraftModel"  # its class in config.json
 SECTION = "dflash_config"  # its object in config.json
 CONTEXT_NORM = "hidden_norm.weight"
-_PACKAGE = "ddtree_trt.drafters.dflash"
 
 
 @dataclass(frozen=True)
@@ -118,13 +116,7 @@ class DFlash(TappedKind):
     title = "DFlash drafter"
     record = DFlashDims
     drafts = "block"
-    halves: ClassVar = {
-        "dialects": f"{_PACKAGE}.dialects:DIALECTS",
-        "graph": f"{_PACKAGE}.graph:build",
-        "onnxruntime": f"{_PACKAGE}.on_onnxruntime:make",
-        "torch": f"{_PACKAGE}.on_torch:make",
-        "tensorrt": f"{_PACKAGE}.on_tensorrt:make",
-    }
+    halves = ("dialects", "graph", "onnxruntime", "torch", "tensorrt")
     dims: DFlashDims
 
     def __init__(self, dims: DFlashDims) -> None:
@@ -174,8 +166,17 @@ class DFlash(TappedKind):
         for name, entries in (("windows", d.windows), ("causal", d.causal)):
             if entries and len(entries) != d.num_layers:
                 return f"{name} has {len(entries)} entries for {d.num_layers} layers"
-        markov = (d.markov_rank, d.markov_gated)
-        return super().contradiction() or head_contradiction(d, markov, d.selector, d.convolution, d.head_size)
+        if problem := super().contradiction():
+            return problem
+        if d.selector is not None and d.markov_rank:
+            return f"it has a selector and a Markov head of rank {d.markov_rank}, and a head is one of them"
+        if d.markov_gated and not d.markov_rank:
+            return "markov_gated needs a markov_rank above 0"
+        if d.selector is not None and d.selector.top > d.head_size:
+            return f"selector.top {d.selector.top} is more than the {d.head_size} tokens of its head"
+        if d.convolution is not None and d.hidden_size % d.convolution.groups:
+            return f"convolution.groups {d.convolution.groups} does not divide hidden_size {d.hidden_size}"
+        return None
 
     def misfit(self, target: TransformerDims) -> str | None:
         d = self.dims

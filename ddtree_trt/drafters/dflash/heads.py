@@ -130,23 +130,3 @@ def convolution_parts(dims: TransformerDims, convolution: Convolution, place: st
             f"{place}_conv.kernels", {f"{prefix}{place}_conv.kernel_projection.weight": (kernels, dims.hidden_size)}
         ),
     )
-
-
-def head_contradiction(
-    dims: TransformerDims,
-    markov: tuple[int, bool],
-    selector: Selector | None,
-    convolution: Convolution | None,
-    head_size: int,
-) -> str | None:
-    """What of the fields cannot be true together; None where there is nothing. `markov` is (rank, gated)."""
-    rank, gated = markov
-    if selector is not None and rank:
-        return f"it has a selector and a Markov head of rank {rank}, and a head is one of them"
-    if gated and not rank:
-        return "markov_gated needs a markov_rank above 0"
-    if selector is not None and selector.top > head_size:
-        return f"selector.top {selector.top} is more than the {head_size} tokens of its head"
-    if convolution is not None and dims.hidden_size % convolution.groups:
-        return f"convolution.groups {convolution.groups} does not divide hidden_size {dims.hidden_size}"
-    return None

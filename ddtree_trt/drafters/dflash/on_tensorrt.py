@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import Layout, Rows, context_steps, draft_results
-from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.cuda_device import Upload
 from ddtree_trt.drafters.dflash.dims import DFlashDims
-from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
@@ -35,16 +34,6 @@ class _Known:
     end: int = 0  # committed tokens the drafter knows
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Addresses on the device, and the host's memory for results."""
-
-    states: int  # [slots, ring rows, M·H]
-    context: int  # [N, C, M·H], the drafter's input
-    results: int  # the graph's outputs, as `draft_results` places them
-    host_results: NDArray[np.uint8]
-
-
 class BlockDrafter(Drafter):
     """One pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed token.
 
@@ -55,19 +44,22 @@ class BlockDrafter(Drafter):
     """
 
     def __init__(
-        self, network: TrtNetwork, device: Device, kind: DrafterKind, limits: Limits, element_bytes: int,
-        buffers: Buffers, upload: Upload, candidates: int,
-    ) -> None:  # fmt: skip
-        """`candidates` is K of the engine."""
+        self, manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
+    ) -> None:
+        """It runs `network`, with control data in `upload` and drafts in `host_results`."""
+        limits, at = manifest.limits, loaded.addresses
         self.network = network
-        self._device = device
-        self._kind = kind
-        self._dims: DFlashDims = kind.dims
-        self._buffers = buffers
+        self._device = loaded.device
+        self._kind = manifest.drafting
+        self._dims: DFlashDims = self._kind.dims
+        self._states = at[buffers.STATES]  # [slots, ring rows, M·H]
+        self._context = at[buffers.CONTEXT]  # [N, C, M·H], the graph's input
+        self._results_at = at[buffers.RESULTS]  # the graph's outputs, as `draft_results` places them
+        self._host_results = host_results
         self._upload = upload
-        self._candidates = candidates
+        self._candidates = loaded.candidates
         self._rows = Rows.of(self._dims.block_size, limits)
-        self._state_bytes = self._dims.taps_width * element_bytes
+        self._state_bytes = self._dims.taps_width * PRECISIONS[manifest.precision].value_bytes
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
         self._known = [_Known() for _ in range(limits.max_batch)]
         self._steps = context_steps(self._dims.block_size)
@@ -127,7 +119,7 @@ class BlockDrafter(Drafter):
     def _ring_pieces(self, slot: int, first: int, rows: int) -> Iterator[tuple[int, int]]:
         """(address, rows) of each contiguous piece of the states of rows first … first + rows − 1."""
         ring = self._rows.waiting
-        base = self._buffers.states + slot * ring * self._state_bytes
+        base = self._states + slot * ring * self._state_bytes
         while rows:
             at = first % ring
             count = min(rows, ring - at)
@@ -144,10 +136,9 @@ class BlockDrafter(Drafter):
         ends = {slot: min(self._known[slot].end, self.cache.lengths[slot] + rows) for slot in slots}
         passed = self._pass_slots(slots)
         past = np.array([ends[s] - rows if s in ends else self.cache.lengths[s] for s in passed], np.int32)
-        target = self._buffers.context
         for n, (slot, start) in enumerate(zip(passed, past.tolist(), strict=True)):
             self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])
-            target = self._buffers.context + n * rows * size
+            target = self._context + n * rows * size
             for address, count in self._ring_pieces(slot, start, rows) if slot in ends else ():
                 self._device.copy(target, address, count * size)
                 target += count * size
@@ -161,9 +152,9 @@ class BlockDrafter(Drafter):
         if not self.network.neighbours:
             control[names.SLOT_IDS] = np.array(passed, np.int32)
         addresses = self._upload.send(control)
-        addresses[names.TAPS] = self._buffers.context
+        addresses[names.TAPS] = self._context
         results = self._results(len(passed)).offsets
-        addresses |= {name: self._buffers.results + offset for name, offset in results.items()}
+        addresses |= {name: self._results_at + offset for name, offset in results.items()}
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
         shapes[names.TAPS] = (len(passed), rows, dims.taps_width)
         self.network.run(passed, shapes, addresses, key=(len(passed), rows) if capture else None)
@@ -182,8 +173,8 @@ class BlockDrafter(Drafter):
         """Wait for a pass and read its drafts by slot."""
         passed = self._pass_slots([r.slot for r in group])
         layout = self._results(len(passed))
-        host = self._buffers.host_results[: layout.total_bytes]
-        self._device.download(host, self._buffers.results)
+        host = self._host_results[: layout.total_bytes]
+        self._device.download(host, self._results_at)
         self._device.synchronize()
 
         def read(name: str, dtype: type[Any], *more: int) -> NDArray[Any]:
@@ -204,11 +195,4 @@ class BlockDrafter(Drafter):
         }
 
 
-def make(
-    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
-) -> Drafter:
-    """The drafter that runs `network`, with control data in `upload` and drafts in `host_results`."""
-    at, size = loaded.addresses, PRECISIONS[manifest.precision].value_bytes
-    regions = Buffers(at[buffers.STATES], at[buffers.CONTEXT], at[buffers.RESULTS], host_results)
-    kind, limits = manifest.drafting, manifest.limits
-    return BlockDrafter(network, loaded.device, kind, limits, size, regions, upload, loaded.candidates)
+make = BlockDrafter  # the drafter of an engine

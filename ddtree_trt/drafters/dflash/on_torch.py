@@ -23,17 +23,10 @@ from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
+from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
-from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
-from ddtree_trt.runtime.engines.torch.model import (
-    Decoder,
-    LanguageModel,
-    Weights,
-    head_logits,
-    ready_head,
-    target_ids,
-)
+from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
+from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, head_logits, ready_head, target_ids
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
 
@@ -50,19 +43,11 @@ class BlockDrafter(BlockOnDevice):
     prompt's, are processed at once by `append_context`.
     """
 
-    def __init__(
-        self,
-        dims: DFlashDims,
-        weights: Weights,
-        target: LanguageModel,
-        cache: DeviceCache,
-        attention: Attention,
-        graphs: Graphs,
-    ) -> None:
+    def __init__(self, dims: DFlashDims, parts: DrafterParts) -> None:
         self.dims = dims
-        self.cache = cache
-        self.graphs = graphs
-        self.model = Network(dims, weights, target, cache, attention)
+        self.cache = cache = parts.cache
+        self.graphs = parts.graphs
+        self.model = Network(dims, parts)
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
         self.waiting = torch.zeros(slots, 1 + dims.draft_length, width, dtype=cache.slab.dtype, device=device)
         self.counts = [0] * slots  # waiting states of each slot
@@ -164,26 +149,18 @@ class BlockDrafter(BlockOnDevice):
         return self.model.block(bonus_tokens, Place(slots, past + counts), top_k)
 
 
-def make(
-    manifest: Manifest,
-    weights: Weights,
-    target: LanguageModel,
-    cache: DeviceCache,
-    attention: Attention,
-    graphs: Graphs,
-) -> Drafter:
+def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
     """The drafter of an engine."""
-    return BlockDrafter(manifest.drafting.dims, weights, target, cache, attention, graphs)
+    return BlockDrafter(manifest.drafting.dims, parts)
 
 
 class Network:
     """The block drafter: the context's keys and values from tapped target states, then one block on top of them."""
 
-    def __init__(
-        self, dims: DFlashDims, weights: Weights, target: LanguageModel, cache: DeviceCache, attention: Attention
-    ) -> None:
+    def __init__(self, dims: DFlashDims, parts: DrafterParts) -> None:
         self.dims = dims
-        self.cache = cache
+        self.cache = cache = parts.cache
+        weights, target = parts.weights, parts.target
         own_embedding = weights.get(f"{DRAFTER}embedding")
         self._embed = target.embed if own_embedding is None else partial(F.embedding, weight=own_embedding)
         own_head = weights.get(f"{DRAFTER}head")
@@ -192,7 +169,7 @@ class Network:
         self._target_ids = target_ids(weights)
         self._masks = tuple(dims.mask(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
         around = Convolutions(dims, weights, DRAFTER).around if dims.convolution else None
-        self._decoder = Decoder(dims, weights, DRAFTER, cache, attention, around)
+        self._decoder = Decoder(dims, weights, DRAFTER, cache, parts.attention, around)
         self._pairs = None if dims.pair_head is None else PairScores(dims.pair_head, weights, DRAFTER)
         self._fc = weights[f"{DRAFTER}fc"]
         self._context_norm = weights[f"{DRAFTER}context_norm"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ddtree_trt.drafters.kind import differs
 from ddtree_trt.drafters.tapped import BODY, TapLayer, TappedDims, TappedKind
@@ -30,7 +30,6 @@ from ddtree_trt.models.decoder import (
 
 STATE_NORM = "layers.0.hidden_norm.weight"
 TAPS = 3  # M where a checkpoint names no layers
-_PACKAGE = "ddtree_trt.drafters.eagle3"
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,7 @@ class Eagle3(TappedKind):
     record = Eagle3Dims
     drafts = "levels"
     shifted_inputs = True
-    halves: ClassVar = {
-        "dialects": f"{_PACKAGE}.dialects:DIALECTS",
-        "graph": f"{_PACKAGE}.graph:build",
-        "onnxruntime": f"{_PACKAGE}.on_onnxruntime:make",
-        "torch": f"{_PACKAGE}.on_torch:make",
-    }
+    halves = ("dialects", "graph", "onnxruntime", "torch")
     dims: Eagle3Dims
 
     def shapes(self, *, tied: bool) -> Shapes:

@@ -17,28 +17,19 @@ from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import mask_words
-from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
-from ddtree_trt.runtime.engines.torch.graphs import Graphs
-from ddtree_trt.runtime.engines.torch.model import (
-    Decoder,
-    LanguageModel,
-    Weights,
-    head_logits,
-    ready_head,
-    target_ids,
-)
+from ddtree_trt.runtime.engines.torch.attention import Place
+from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, head_logits, ready_head, target_ids
 
 
 class TorchEagle:
     """The network and its cache. A pass of a draft computes all of its nodes anew: attention masks rows of the same
     pass only, and on a GPU the rows of one layer cost hardly more than its weights."""
 
-    def __init__(
-        self, dims: Eagle3Dims, weights: Weights, target: LanguageModel, cache: DeviceCache, attention: Attention
-    ) -> None:
+    def __init__(self, dims: Eagle3Dims, parts: DrafterParts) -> None:
         self.dims = dims
-        self.cache = cache
-        self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)
+        self.cache = parts.cache
+        weights, target = parts.weights, parts.target
+        self._decoder = Decoder(dims, weights, DRAFTER, parts.cache, parts.attention)
         self._fc = weights[f"{DRAFTER}fc"]
         self._state_norm = weights[f"{DRAFTER}state_norm"]
         self._embedding = weights[f"{DRAFTER}embedding"] if dims.own_embedding else target.embedding
@@ -103,14 +94,7 @@ def packed(sees: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.packbits(wide, axis=1, bitorder="little").view(np.int32)
 
 
-def make(
-    manifest: Manifest,
-    weights: Weights,
-    target: LanguageModel,
-    cache: DeviceCache,
-    attention: Attention,
-    graphs: Graphs,
-) -> Drafter:
+def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
     """The drafter of an engine."""
-    network = TorchEagle(manifest.drafting.dims, weights, target, cache, attention)
-    return EagleDrafter(network, manifest.limits.prefill_chunk, manifest.limits.max_tokens_per_pass)
+    limits = manifest.limits
+    return EagleDrafter(TorchEagle(manifest.drafting.dims, parts), limits.prefill_chunk, limits.max_tokens_per_pass)

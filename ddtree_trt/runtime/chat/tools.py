@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.reading import Expected, Pattern, check_fields
 
 MAX_TOOLS = 1024
-_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class ToolUse:
         return [tool.description for tool in self.tools]
 
 
+@dataclass(frozen=True)
+class _Function:
+    """What is read of a tool's function; its other entries are the chat template's."""
+
+    name: Annotated[str, Pattern(r"[\w.:/-]{1,128}", "1 to 128 letters, digits or any of _ . : / -")]
+    parameters: Annotated[Mapping[str, Any], Expected("a JSON schema, an object")] | None
+    strict: bool | None
+    description: str | None
+
+
 def read_tools(given: Any) -> tuple[Tool, ...]:
     """The tools of a list of `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. Other
     entries of a function are the chat template's. Raises UsageError."""
@@ -61,37 +71,28 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
         raise UsageError(f"tools must be a list of at least one tool, not {shown(given)}")
     if len(given) > MAX_TOOLS:
         raise UsageError(f"tools: {len(given)} were given, at most {MAX_TOOLS} are taken")
-    tools = tuple(_tool(f"tools[{place}]", each) for place, each in enumerate(given))
-    seen: set[str] = set()
-    for place, tool in enumerate(tools):
-        if tool.name in seen:
+    tools: dict[str, Tool] = {}
+    for place, each in enumerate(given):
+        tool = _tool(f"tools[{place}]", each)
+        if tools.setdefault(tool.name, tool) is not tool:
             raise UsageError(f"tools[{place}].function.name: {shown(tool.name)} is there twice; rename one of the two")
-        seen.add(tool.name)
-    return tools
+    return tuple(tools.values())
 
 
 def _tool(path: str, given: Any) -> Tool:
     if not isinstance(given, Mapping) or given.get("type") != "function" or set(given) - {"type", "function"}:
         found = shown(given.get("type")) if isinstance(given, Mapping) and "type" in given else shown(given)
         raise UsageError(f"{path} must be {{'type': 'function', 'function': {{...}}}}; found {found}")
-    function = given.get("function")
-    if not isinstance(function, Mapping):
-        raise UsageError(f"{path}.function must be an object with a name and parameters, not {shown(function)}")
-    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{path}.function.name must be 1 to 128 letters, digits or any of _ . : / -, not {shown(name)}"
-        )
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(f"{path}.function.parameters must be a JSON schema, an object, not {shown(parameters)}")
-    if strict is not None and not isinstance(strict, bool):
-        raise UsageError(f"{path}.function.strict must be true or false, not {shown(strict)}")
-    text = function.get("description")
-    if text is not None and not isinstance(text, str):
-        raise UsageError(f"{path}.function.description must be a text, not {shown(text)}")
+    entries = given.get("function")
+    if not isinstance(entries, Mapping):
+        raise UsageError(f"{path}.function must be an object with a name and parameters, not {shown(entries)}")
+    read: dict[str, Any] = {field.name: entries.get(field.name) for field in dataclasses.fields(_Function)}
+    function = _Function(**read)
+    check_fields(function, f"{path}.function.")
     # `strict` is for whoever runs the model, which was trained without it.
-    shown_to_model = {key: value for key, value in function.items() if key != "strict" and value is not None}
-    return Tool(name, parameters, bool(strict), {"type": "function", "function": shown_to_model})
+    shown_to_model = {key: value for key, value in entries.items() if key != "strict" and value is not None}
+    description = {"type": "function", "function": shown_to_model}
+    return Tool(function.name, function.parameters, bool(function.strict), description)
 
 
 def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
@@ -111,19 +112,16 @@ def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
         return ToolUse()
     if choice == "required":
         return ToolUse(offered, "required", parallel)
-    name = _named(choice)
+    match choice:
+        case {"type": "function", "function": {"name": str(name), **rest}} if not rest:
+            pass
+        case _:
+            raise UsageError(
+                "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}, "
+                f"not {shown(choice)}"
+            )
     chosen = tuple(tool for tool in offered if tool.name == name)
     if not chosen:
         known = ", ".join(tool.name for tool in offered[:20]) + ", ..." * (len(offered) > 20)
         raise UsageError(f"tool_choice names {shown(name)}, which is not among the tools: {known}")
     return ToolUse(chosen, "required", False)
-
-
-def _named(choice: Any) -> Any:
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or len(function) > 1:
-        raise UsageError(
-            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}, "
-            f"not {shown(choice)}"
-        )
-    return function["name"]

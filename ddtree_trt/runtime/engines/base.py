@@ -35,13 +35,17 @@ class DrawnFrom:
 Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 
 
+def no_draw(*_: object) -> DrawnFrom:
+    raise AssertionError("a block drafter draws nothing")
+
+
 @dataclass(frozen=True)
 class DraftRequest:
     slot: int
     bonus_token: int
     top_k: int  # K; a drafter whose candidates depend on the token before may state more
     length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
-    draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
+    draw: Draw = no_draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
 
 
 @dataclass(frozen=True)

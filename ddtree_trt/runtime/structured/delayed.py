@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,51 +13,36 @@ _KEPT_MASKS = 8
 
 
 class Opening:
-    """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens.
-
-    The automaton of Knuth, Morris and Pratt: a state is how many bytes of the text the output ends with.
-    """
+    """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens. A state
+    is how many bytes of the text the output ends with."""
 
     def __init__(self, text: str, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes`: the bytes of every token of the vocabulary."""
         self._text = text.encode()
         self._bytes = token_bytes
-        self._shorter = [0, 0]  # [1 + bytes of the text] the state to go on from where the next byte is another
-        for place in range(1, len(self._text)):
-            self._shorter.append(self._next(self._shorter[place], self._text[place]))
-        # Tokens that end the text and have more behind it, by how many bytes of the text must be there before.
-        self._crossing: dict[int, list[int]] = defaultdict(list)
-        last = self._text[-1:]
-        for token, raw in enumerate(token_bytes):
-            end = raw.find(last, 0, -1)
-            while end >= 0:
-                begun = raw[: end + 1]
-                if self._text.endswith(begun) or begun.endswith(self._text):
-                    self._crossing[max(len(self._text) - len(begun), 0)].append(token)
-                end = raw.find(last, end + 1, -1)
+        self._crossing = [token for token, raw in enumerate(token_bytes) if self._may_cross(raw)]
 
-    def _next(self, state: int, byte: int) -> int:
-        while state and self._text[state] != byte:
-            state = self._shorter[state]
-        return state + (self._text[state] == byte)
+    def _may_cross(self, raw: bytes) -> bool:
+        """Whether these bytes end the text behind some state, and have more behind it."""
+        text, end = self._text, 0
+        while end := raw.find(text[-1], end, -1) + 1:
+            if raw[:end].endswith(text) or text.endswith(raw[:end]):
+                return True
+        return False
 
     def feed(self, state: int, token: int) -> tuple[int, bytes | None]:
         """The state behind a token, and, where the text is complete in it, the token's bytes behind the text, else
         None."""
-        raw = self._bytes[token]
-        for place, byte in enumerate(raw):
-            state = self._next(state, byte)
-            if state == len(self._text):
-                return 0, raw[place + 1 :]
-        return state, None
+        text, output = self._text, self._text[:state] + self._bytes[token]
+        if (place := output.find(text)) >= 0:
+            return 0, output[place + len(text) :]
+        return next(size for size in range(min(len(text), len(output)), -1, -1) if output.endswith(text[:size])), None
 
     def crossing(self, state: int) -> list[tuple[int, bytes]]:
         """The tokens that end the text at a state and have more behind it, each with what it has there."""
-        begun, candidates = state, set(self._crossing.get(0, ()))
-        while begun:
-            candidates.update(self._crossing.get(begun, ()))
-            begun = self._shorter[begun]
-        return [(token, rest) for token in sorted(candidates) if (rest := self.feed(state, token)[1])]
+        begun = self._text[:state]
+        found = ((token, (begun + self._bytes[token]).partition(self._text)[2]) for token in self._crossing)
+        return [(token, rest) for token, rest in found if rest]
 
 
 class DelayedMatcher(Matcher):

@@ -25,7 +25,8 @@ from fuzzing import damage, mutate_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree_trt.build.checkpoint.reader import Checkpoint, check_pair, load_checkpoint
+from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
+from ddtree_trt.build.pair import check_pair
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import language_model_shapes
 
@@ -73,7 +74,7 @@ def test_shapes_and_names_are_checked_before_any_tensor_is_read(tmp_path: Path) 
         (lambda data: b"", "the file is damaged or cut short"),
         (lambda data: data + b"junk", "the file is damaged or cut short"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        (lambda data: data.replace(b'"F32", "shape": [32]', b'"F64", "shape": [16]'), "is stored as F64; supported"),
+        (lambda data: data.replace(b'"F32","shape":[32]', b'"F64","shape":[16]'), "is stored as F64; supported"),
     ],
 )  # fmt: skip
 def test_damaged_weight_files(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:

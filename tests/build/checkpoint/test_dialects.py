@@ -12,7 +12,8 @@ import pytest
 from checkpoints import edit_json, make_target, refusal
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
-from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.pair import check_pair
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
 

@@ -31,7 +31,8 @@ from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
-from workbench.judge import MACHINES, Machine, Text, play
+from workbench.drafts import Text
+from workbench.judge import MACHINES, Machine, play
 
 PROFILES = {"cpu": (CPU, False), "slow-cpu": (SLOW_CPU, False), "gpu": (GPU, False)}
 PROFILES |= {name: (profile, True) for name, profile in CHAINS.items()}
@@ -94,11 +95,7 @@ def test_no_request_changes_how_another_drafts(history: list[tuple[float, float,
 
 def test_drafting_resumes_where_it_pays_again() -> None:
     bad, good = text(LIAR, 150), text(GOOD, 300, 1)
-    mixed = type(bad)(
-        bad.tokens + good.tokens[1:],
-        np.concatenate([bad.log_probs, good.log_probs]),
-        np.concatenate([bad.ids, good.ids]),
-    )
+    mixed = Text([*bad.tokens, *good.tokens[1:]], [*bad.drafts, *good.drafts])
     spent = decode(mixed, AutoBudget(shared_budgets(CPU)), CPU)
     alone = decode(good, AutoBudget(shared_budgets(CPU)), CPU)
     assert spent.seconds < 150 * 1.1 + 1.25 * alone.seconds

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_builds import PACKAGED
+from engine_builds import CHATS, PACKAGED
 from sharing import build_once
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -41,6 +40,4 @@ def built(no_measuring: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture(scope="session")
 def prompts() -> list[Any]:
-    """The packaged prompts as chats."""
-    rows = (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [[{"role": "user", "content": json.loads(row)["prompt"]}] for row in rows]
+    return CHATS

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target
-from dflash_truth import DFlash, refuse_to_draw
+from dflash_truth import DFlash
 from drafts import marginals
 from engine_builds import build_engine, build_torch_engine
 from numerics import Truth, assert_close
@@ -40,7 +40,7 @@ def shorten(drafter: Path, ids: np.ndarray, head: np.ndarray | None = None) -> N
 
 def draft_behind(engine: Engine, tokens: list[int], bonus: int) -> Any:
     engine.prefill(0, np.array(tokens), rows="none", taps=True)
-    (draft,) = engine.draft([DraftRequest(0, bonus, TOP_K, 1, refuse_to_draw)])
+    (draft,) = engine.draft([DraftRequest(0, bonus, TOP_K, 1)])
     return marginals(draft)
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
 from plugin_libraries import torch_operators
+from sharing import build_once
 
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
+from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("torch") / "tiny"
-    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=3, max_seq_len=640).close()
-    return path
+    def build(path: Path) -> None:
+        build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=3, max_seq_len=400).close()
+
+    return build_once(tmp_path_factory, "torch", build)
 
 
 @pytest.fixture
@@ -35,3 +38,17 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     library = torch_operators()
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     torch_attention.load_operators()
+
+
+@pytest.fixture
+def open_on_kernels(operators: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], TorchEngine]:
+    """Opens an engine as it runs on a GPU, but for the graphs: its operators are the kernels' own source on the CPU."""
+
+    def open_directory(directory: Path) -> TorchEngine:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{TorchEngine.__module__}.attention_for", lambda *given: Attention(given[-1]))
+            engine = open_engine(directory)
+        assert isinstance(engine, TorchEngine) and engine.target.kernels
+        return engine
+
+    return open_directory

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_drafter, make_target
-from dflash_truth import DFlash, refuse_to_draw
+from dflash_truth import DFlash
 from drafts import marginals
 from numerics import Truth
 from safetensors.torch import load_file, save_file
@@ -51,7 +51,7 @@ def test_an_fp16_engines_drafter_is_in_bf16(tmp_path: Path) -> None:
     tokens = np.random.default_rng(2).integers(0, 90, 20)
     engine.prefill(0, tokens, rows="none", taps=True)
     for _ in range(2):
-        draft = marginals(engine.draft([DraftRequest(0, 7, 8, dims.draft_length, refuse_to_draw)])[0])
+        draft = marginals(engine.draft([DraftRequest(0, 7, 8, dims.draft_length)])[0])
         expected = dflash(truth(tokens.tolist())[1], 7)
         error = np.abs(draft.log_probs - np.take_along_axis(expected, draft.token_ids, axis=-1))
         assert error.max() < 0.1 * expected.std()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_target
-from engine_builds import PACKAGED, build_torch_engine
+from engine_builds import CHATS, PACKAGED, build_torch_engine
 
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check.run import check_engine
@@ -34,8 +33,7 @@ def llm(directory: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Any]:
-    rows = (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [[{"role": "user", "content": json.loads(row)["prompt"]}] for row in rows[::8]]
+    return CHATS[::8]
 
 
 # Losslessness

@@ -86,6 +86,22 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
             torch.testing.assert_close(x.double(), expected, rtol=1.02 * half_step, atol=2e-4)
 
 
+def test_heads_without_norms_are_split_as_they_are(operators: None) -> None:
+    """To the bit: nothing is summed. Values pass unchanged, queries and keys are rotated."""
+    tables = rotary_tables(TransformerDims(8, 8, 1, 4, 2, 64, 8, 1e-6, 1e4, 64), 50, CPU)
+    qkv = torch.randn(2, 3, (4 + 2 * 2) * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
+    found, expected = (
+        m.split_qkv(qkv, None, None, tables, positions, 1e-6, 4) for m in (Pointwise(kernels=True), Pointwise())
+    )
+    heads = qkv.unflatten(-1, (8, 64))
+    for x, y, shape in zip(found, expected, ((2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64)), strict=True):
+        assert torch.equal(x, y) and x.is_contiguous() and x.shape == shape
+    assert torch.equal(found[0][0, 0], heads[0, 0, :4])  # position 0 rotates nothing
+    assert not torch.equal(found[0][0, 1], heads[0, 1, :4])
+    assert torch.equal(found[2], heads[:, :, 6:])
+
+
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("inner", [8, 512, 2056])
 def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None:
@@ -183,5 +199,5 @@ def test_random_weights_make_an_engine() -> None:
     verdict = engine.prefill(0, np.arange(1, 40), rows="all", taps=True)
     assert 2 < np.asarray(verdict.logits).std() < 50
     assert len(set(verdict.choices.tolist())) > 20
-    (draft,) = engine.draft([DraftRequest(0, 3, 4, 3, lambda *_: pytest.fail("a block drafter draws nothing"))])
+    (draft,) = engine.draft([DraftRequest(0, 3, 4, 3)])
     assert np.isfinite(marginals(draft).log_probs).all()

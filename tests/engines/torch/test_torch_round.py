@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kernel_reference as plugin_reference
 import numpy as np
 import pytest
 import torch
 from checkpoints import make_target
-from engine_builds import PACKAGED, build_torch_engine
-from plugin_libraries import torch_operators
-from torch_rounds import seed_of
+from engine_builds import CHATS, PACKAGED, build_torch_engine
+from hypothesis import given
+from hypothesis import strategies as st
+from truth import FALSE_ALARM, chi_square
 
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
-from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import Attention
-from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps
+from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps, gumbel
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
@@ -37,17 +36,9 @@ TOKENS = 50
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("round") / "tiny"
-    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=3, max_seq_len=320).close()
-    return path
-
-
-@pytest.fixture(scope="module")
 def prompts(directory: Path) -> list[list[int]]:
     codec = TextCodec(directory, {})
-    rows = (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [codec.encode([{"role": "user", "content": json.loads(row)["prompt"]}]) for row in rows[3::17]][:3]
+    return [codec.encode(chat) for chat in CHATS[3::17][:3]]
 
 
 @pytest.fixture(scope="module", params=[3, 16, 64])
@@ -142,16 +133,6 @@ def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) 
     assert engine.limits.max_seq_len <= rows - 17 - block < engine.length(0) <= rows
 
 
-def test_draws_do_not_depend_on_the_tree(engine: TorchEngine, prompts: list[Any]) -> None:
-    """With one seed every budget gives the same text, and another seed gives another."""
-    texts = {}
-    for seed, budget in ((1, 1), (1, 8), (1, 40), (2, 8)):
-        bonus = prefill(engine, prompts[:1])
-        tokens, _ = decode(engine, bonus, 30, budget=budget, seed=seed_of(seed, 0), temperature=4.0)
-        texts[seed, budget] = tokens[0][:30]
-    assert texts[1, 1] == texts[1, 8] == texts[1, 40] != texts[2, 8]
-
-
 def test_temperature_0_is_greedy_beside_another(
     engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]
 ) -> None:
@@ -190,7 +171,7 @@ def test_closing_gives_the_memory_back_at_once(engine: TorchEngine, prompts: lis
 OTHER_WORK: dict[str, Callable[[TorchEngine], Any]] = {
     "truncate": lambda engine: engine.truncate(0, engine.length(0)),
     "prefill": lambda engine: engine.prefill(0, np.array([9]), rows="none", taps=True),
-    "draft": lambda engine: engine.draft([DraftRequest(0, 9, 4, 4, lambda *_: pytest.fail("draws nothing"))]),
+    "draft": lambda engine: engine.draft([DraftRequest(0, 9, 4, 4)]),
     "verify": lambda engine: engine.verify([VerifyRequest(0, token_chain(np.array([9, 8])))]),
     "rounds": lambda engine: TorchRounds(engine.target, engine.drafter).round([RoundRequest(0, 9, 16)]),  # type: ignore[arg-type]
 }
@@ -245,18 +226,13 @@ def test_a_start_that_fails_ends_the_flight_before_it(
 
 
 def test_rounds_on_the_kernels(
-    directory: Path, tmp_path: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+    open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path, prompts: list[Any]
 ) -> None:
-    """The round as a GPU runs it, but for the graph: every operator is the kernels' own source on the CPU."""
-    library = torch_operators()
-    monkeypatch.setattr(torch_attention, "find", lambda name: library)
+    """Every operator of a round is the kernels' own source, and the same round with the host's gives the same."""
     build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16").close()
-    torch_attention.load_operators()
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: Attention(given[-1]))
     found = {}
     for way in ("device", "host"):
-        engine = open_engine(tmp_path / "e")
-        assert isinstance(engine, TorchEngine) and engine.target.kernels
+        engine = open_on_kernels(tmp_path / "e")
         assert engine.rounds is not None
         rounds = engine.rounds.made_for([RoundRequest(0, 0, 16)])
         assert isinstance(rounds._ops, KernelOps)
@@ -270,3 +246,53 @@ def test_rounds_on_the_kernels(
 def test_an_autoregressive_drafter_has_none(tmp_path: Path) -> None:
     target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", tokenizer=False)
     assert build_torch_engine(target, drafter, tmp_path / "e").rounds is None
+
+
+# Its parts
+
+
+def test_noise_draws_from_the_distribution() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
+    seeds = torch.tensor([Noise(7, i).target_seed for i in range(40)])
+    for temperature in (0.6, 1.0):
+        noise = gumbel(seeds, torch.arange(500).expand(40, -1), len(logits))
+        assert noise.dtype == torch.float32 and torch.isfinite(noise).all()
+        drawn = (logits + temperature * noise).argmax(-1).flatten().tolist()
+        p = (logits / temperature).softmax(0).tolist()
+        counts = {(t,): drawn.count(t) for t in range(len(p))}
+        assert chi_square(counts, {(t,): q for t, q in enumerate(p)}) > FALSE_ALARM
+
+
+def test_noise_is_a_function_of_seed_position_and_token() -> None:
+    seeds = torch.tensor([Noise(0, 0).target_seed, Noise(0, 1).target_seed])
+    whole = gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 50)
+    assert torch.equal(whole[:1, 1:], gumbel(seeds[:1], torch.tensor([[6]]), 50))
+    assert torch.equal(whole[..., :7], gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 7))
+    assert not torch.equal(whole[0, 1], whole[1, 0])
+    assert abs(float(np.corrcoef(whole.flatten(0, 1).numpy()[:2])[0, 1])) < 0.5
+    assert Noise(None, 0).target_seed != Noise(None, 0).target_seed
+
+
+@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))
+def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> None:
+    """Masks and walks of padded trees, as the kernels compute them; neither is written in terms of the other."""
+    rng, tokens = np.random.default_rng(seed), 70
+    parents = np.full((len(sizes), tokens), -1, np.int32)
+    for row, size in zip(parents, sizes, strict=True):
+        row[1:size] = [rng.integers(0, i) for i in range(1, size)]
+    token_ids, choices = (rng.integers(0, 4, parents.shape).astype(np.int32) for _ in range(2))
+    past = rng.integers(0, 50, len(sizes)).astype(np.int32)
+    words = -(-tokens // 32) + 1
+    mask = torch.full((len(sizes), tokens, words), 7, dtype=torch.int32)
+    tree, said, drafted = (torch.from_numpy(a) for a in (parents, choices, token_ids))
+    HostOps().packed_mask(tree, mask)
+    path = torch.zeros(parents.shape, dtype=torch.int32)
+    lengths, following, new_past = (torch.zeros(len(sizes), dtype=torch.int32) for _ in range(3))
+    counts = torch.tensor(sizes, dtype=torch.int32)
+    HostOps().walk(tree, drafted, said, counts, torch.from_numpy(past), path, lengths, following, new_past)
+    for n, size in enumerate(sizes):
+        np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
+        nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
+        assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
+        found = (int(lengths[n]), int(following[n]), int(new_past[n]))
+        assert found == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))

@@ -55,70 +55,52 @@ def parts(message: ChatMessage) -> tuple[Any, ...]:
     return message.reasoning_content, message.content, [(c.name, c.arguments) for c in message.tool_calls]
 
 
-CASES: list[tuple[str, ToolFormat, str, str | None, list[tuple[str, str]]]] = [
-    ("no call", HERMES, "  Hello <tool> \n", "  Hello <tool> \n", []),
-    ("empty", HERMES, "", "", []),
-    ("one", HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', None, [("f", '{"a": 1}')]),
-    ("no end of the tag", HERMES, '<tool_call>{"name":"f","arguments":{}}', None, [("f", "{}")]),
-    ("half an end of the tag", HERMES, '<tool_call>{"name":"f","arguments":{}}\n</tool_', None, [("f", "{}")]),
-    (
-        "two between words, arguments first, other fields",
+Case = tuple[ToolFormat, str, str | None, list[tuple[str, str]]]  # a text, and the content and calls in it
+NO_CALLS: dict[str, tuple[ToolFormat, str]] = {
+    "no call": (HERMES, "  Hello <tool> \n"),
+    "nothing": (HERMES, ""),
+    "a name with half a character": (HERMES, '<tool_call>{"name": "\\ud800f", "arguments": {}}</tool_call>'),
+    "no name": (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+    "a list": (HERMES, '<tool_call>{"name": "f", "arguments": []}'),
+    "numbers that JSON lacks": (HERMES, '<tool_call>{"name": NaN, "arguments": {}}'),
+    "JSON that is no call": (LLAMA, '{"name": "Bob"} is it'),
+    "code": (LLAMA, "<|python_tag|>print(1)"),
+    "braces in a sentence": (LLAMA, 'Use {"name": "f", "parameters": {}}'),
+    "a function without an end": (XML, "<function=f>\n<parameter=text>\nx"),
+    "a tag alone": (XML, "<tool_call> and <function="),
+}
+CALLS_IN: dict[str, Case] = {
+    "one": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', None, [("f", '{"a": 1}')]),
+    "no end of the tag": (HERMES, '<tool_call>{"name":"f","arguments":{}}', None, [("f", "{}")]),
+    "half an end of the tag": (HERMES, '<tool_call>{"name":"f","arguments":{}}\n</tool_', None, [("f", "{}")]),
+    "two between words, arguments first, other fields": (
         HERMES,
         'A \n<tool_call>\n{"arguments": {"q": "}\\"{"}, "id": 3, "name": "g"}\n</tool_call>\n'
         '<tool_call>{"type": "function", "name": "f", "parameters": {"x": [1, {"y": null}]}}</tool_call>\nB\n',
         "A \n\n\nB",
         [("g", '{"q": "}\\"{"}'), ("f", '{"x": [1, {"y": null}]}')],
     ),
-    (
-        "a malformed one before a good one",
+    "a malformed one before a good one": (
         HERMES,
         '<tool_call>{"name": f}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
         '<tool_call>{"name": f}</tool_call>',
         [("f", "{}")],
     ),
-    (
-        "a name with half a character",
-        HERMES,
-        '<tool_call>{"name": "\\ud800f", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "\\ud800f", "arguments": {}}</tool_call>',
-        [],
-    ),
-    (
-        "a name in escapes",
+    "a name in escapes": (
         HERMES,
         '<tool_call>{"name": "\\ud83d\\ude42", "arguments": {"a": "\\ud800"}}</tool_call>',
         None,
         [("🙂", '{"a": "\\ud800"}')],
     ),
-    ("no name", HERMES, '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-    ("a list", HERMES, '<tool_call>{"name": "f", "arguments": []}', '<tool_call>{"name": "f", "arguments": []}', []),
-    (
-        "numbers that JSON lacks",
-        HERMES,
-        '<tool_call>{"name": NaN, "arguments": {}}',
-        '<tool_call>{"name": NaN, "arguments": {}}',
-        [],
-    ),
-    ("bare", LLAMA, '\n{"name": "f", "parameters": {"a": "ü🙂"}}', None, [("f", '{"a": "ü🙂"}')]),
-    (
-        "bare, several, a remark",
+    "bare": (LLAMA, '\n{"name": "f", "parameters": {"a": "ü🙂"}}', None, [("f", '{"a": "ü🙂"}')]),
+    "bare, several, a remark": (
         LLAMA,
         '{"name": "f", "parameters": {}}; {"name": "g", "arguments": {}}\nDone; {',
         "Done; {",
         [("f", "{}"), ("g", "{}")],
     ),
-    ("JSON that is no call", LLAMA, '{"name": "Bob"} is it', '{"name": "Bob"} is it', []),
-    ("code", LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    (
-        "behind the token",
-        LLAMA,
-        'Well:<|python_tag|> {"name": "f", "parameters": {}}',
-        "Well:",
-        [("f", "{}")],
-    ),
-    ("braces in a sentence", LLAMA, 'Use {"name": "f", "parameters": {}}', 'Use {"name": "f", "parameters": {}}', []),
-    (
-        "typed parameters",
+    "behind the token": (LLAMA, 'Well:<|python_tag|> {"name": "f", "parameters": {}}', "Well:", [("f", "{}")]),
+    "typed parameters": (
         XML,
         'So:\n<tool_call>\n<function=f>\n<parameter=text>\n a\n</b> "5"\n\n</parameter>\n<parameter=count>\n5\n'
         "</parameter>\n<parameter=ratio>\nNone\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n<parameter=unit>\nc\n"
@@ -132,27 +114,24 @@ CASES: list[tuple[str, ToolFormat, str, str | None, list[tuple[str, str]]]] = [
             )
         ],
     ),
-    (
-        "values that are not of their type stay texts; ends left out",
+    "values that are not of their type stay texts; ends left out": (
         XML,
         "<tool_call>\n<function=f>\n<parameter=count>five\n<parameter=on>\nlater</function></tool_call>",
         None,
         [("f", '{"count": "five", "on": "later"}')],
     ),
-    (
-        "unknown function, no tag around it",
+    "unknown function, no tag around it": (
         XML,
         '<function=other>\n<parameter=x>\n5\n</parameter>\n<parameter=y>\n{"z": 1}\n</parameter>\n</function>',
         None,
         [("other", '{"x": "5", "y": {"z": 1}}')],
     ),
-    ("no parameters", XML, "<tool_call>\n<function=f>\n</function>\n</tool_call>", None, [("f", "{}")]),
-    ("a function without an end", XML, "<function=f>\n<parameter=text>\nx", "<function=f>\n<parameter=text>\nx", []),
-    ("a tag alone", XML, "<tool_call> and <function=", "<tool_call> and <function=", []),
-]
+    "no parameters": (XML, "<tool_call>\n<function=f>\n</function>\n</tool_call>", None, [("f", "{}")]),
+}
+CASES: dict[str, Case] = {name: (tools, text, text, []) for name, (tools, text) in NO_CALLS.items()} | CALLS_IN
 
 
-@pytest.mark.parametrize(("tools", "text", "content", "calls"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(("tools", "text", "content", "calls"), CASES.values(), ids=CASES)
 def test_a_message_is_its_parts(tools: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert parts(read_message(text, "never", tools)) == (None, content, calls)
     thought = f"<think>\nA {text} \n\n</think>\n\n{text}"
@@ -163,7 +142,7 @@ def test_a_message_is_its_parts(tools: ToolFormat, text: str, content: str, call
         assert parts(read_message(opened, thinking, tools)) == (f"A {text} ", expected, calls)
 
 
-@pytest.mark.parametrize(("tools", "text"), [c[1:3] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(("tools", "text"), [case[:2] for case in CASES.values()], ids=CASES)
 def test_pieces_change_nothing(tools: ToolFormat, text: str) -> None:
     thought = f"\n<think>\n\n{text}\n</think>\n\n{text}"
     cases: list[tuple[str, Thinking]] = [(text, "never"), (thought, "possible")]
@@ -264,12 +243,18 @@ def test_only_the_first_call_where_calls_may_not_be_parallel() -> None:
     assert parts(message) == (None, "end", [("f", '{"a": 1}')])
 
 
-def test_reasoning_without_an_end_is_reasoning() -> None:
-    assert parts(read_message("<think>\nso <tool_call>", "possible", HERMES)) == ("so <tool_call>", None, [])
-    assert parts(read_message("so\n", "open", None)) == ("so", None, [])
-    assert parts(read_message("<think>\n\n</think>\n\nx", "possible", None)) == (None, "x", [])
-    assert parts(read_message("x <think> y </think>", "possible", None)) == (None, "x <think> y </think>", [])
-    assert parts(read_message("<think>x</think>", "never", None)) == (None, "<think>x</think>", [])
+@pytest.mark.parametrize(
+    ("text", "thinking", "reasoning", "content"),
+    [
+        ("<think>\nso <tool_call>", "possible", "so <tool_call>", None),  # without an end
+        ("so\n", "open", "so", None),
+        ("<think>\n\n</think>\n\nx", "possible", None, "x"),
+        ("x <think> y </think>", "possible", None, "x <think> y </think>"),
+        ("<think>x</think>", "never", None, "<think>x</think>"),
+    ],
+)
+def test_where_reasoning_begins_and_ends(text: str, thinking: Thinking, reasoning: str, content: str) -> None:
+    assert parts(read_message(text, thinking, HERMES)) == (reasoning, content, [])
 
 
 ARGUMENTS = '{"name": "f", "arguments": {"a": '
@@ -329,32 +314,25 @@ class _Measured:
 
 def reading(tools: ToolFormat, text: str, size: int | None) -> int:
     """How much work it takes to read a text in pieces of a size: lines of code, and characters of patterns."""
-    work = 0
+    lines, measured = 0, list[_Measured]()
 
     def count(frame: Any, event: str, _: Any) -> Any:
-        nonlocal work
+        nonlocal lines
         if "runtime/chat" not in frame.f_code.co_filename:
             return None
-        work += event == "line"
+        lines += event == "line"
         return count
 
-    reader = MessageReader("never", tools)
-    size = size or len(text)
     before = sys.gettrace()
-    patterns = [(module, name) for module in (calls, reader_module) for name, p in vars(module).items() if _is(p)]
     with pytest.MonkeyPatch.context() as patch:
-        measured = [_Measured(getattr(module, name)) for module, name in patterns]
-        for (module, name), each in zip(patterns, measured, strict=True):
-            patch.setattr(module, name, each)
+        for module in (calls, reader_module):
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, re.Pattern):
+                    measured.append(_Measured(value))
+                    patch.setattr(module, name, measured[-1])
         sys.settrace(count)
         try:
-            for start in range(0, len(text), size):
-                reader.push(text[start : start + size])
-            reader.end()
+            in_pieces(text, range(size or len(text), len(text), size or len(text)), "never", tools)
         finally:
             sys.settrace(before)
-    return work + sum(each.work for each in measured)
-
-
-def _is(value: Any) -> bool:
-    return isinstance(value, re.Pattern)
+    return lines + sum(each.work for each in measured)

@@ -7,15 +7,16 @@ stream in which the layers outweigh the embedding, logits with a standard deviat
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ddtree_trt.build.checkpoint import reader
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
@@ -53,7 +54,7 @@ SCALINGS = {  # of rotary embedding, at sizes that change every frequency of a s
 }
 BY_SWITCHES = {"llama": LLAMA, "qwen2": QWEN2}  # beside Qwen3's, one family for every set of switches
 _LOGIT_STD = 3.0
-_STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_STORED: dict[str, Any] = {"fp32": "<f4", "fp16": "<f2", "bf16": ml_dtypes.bfloat16}
 
 
 def family_fields(family: Family) -> dict[str, Any]:
@@ -232,29 +233,10 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
     return weights
 
 
-def encode(array: np.ndarray, dtype: str) -> bytes:
-    """float32 values as fp32, fp16 or (rounded to nearest even) bf16."""
-    if dtype == "bf16":
-        bits = array.astype("<f4").view("<u4")
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-    return array.astype({"fp32": "<f4", "fp16": "<f2"}[dtype]).tobytes()
-
-
 def write_safetensors(path: Path, weights: Mapping[str, np.ndarray], dtype: str) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = bytearray()
-    for name, array in weights.items():
-        begin = len(data)
-        integers = array.dtype.kind == "i"
-        data += array.astype("<i8").tobytes() if integers else encode(array, dtype)
-        header[name] = {
-            "dtype": "I64" if integers else _STORED[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [begin, len(data)],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    """float32 values as fp32, fp16 or (rounded to nearest even) bf16; integers in 64 bits."""
+    stored = {n: values.astype("<i8" if values.dtype.kind == "i" else _STORED[dtype]) for n, values in weights.items()}
+    save_file(stored, path, {"format": "pt"})
 
 
 def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, dtype: str, shards: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 
 PACKAGED = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
+ROWS = [json.loads(row) for row in (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+CHATS: list[Any] = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]  # the packaged prompts
 
 
 def build_engine(target: Path, drafter: Path, engine: Path, **options: Any) -> OrtEngine:

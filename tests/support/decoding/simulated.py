@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from profiles import make_budgets
 
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, RoundPlan, SlotInput
 from ddtree_trt.runtime.engines.profile import Profile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
-from workbench.judge import Text
+from workbench.drafts import Text
 
 DEPTH, VOCAB = 15, 16
 
@@ -39,8 +40,8 @@ def text(quality: Quality, tokens: int, seed: int = 0) -> Text:
     ranks = (rng.random((places, 1)) > np.cumsum(marginals, 1)).sum(1)
     said = np.where(rng.random(places) < quality.trust, ranks, VOCAB)[:tokens]
     rows = np.arange(tokens)[:, None] + np.arange(DEPTH)
-    ids = np.broadcast_to(np.arange(VOCAB, dtype=np.int32), (tokens, DEPTH, VOCAB))
-    return Text([0, *said.tolist()], log_probs[rows], ids)
+    ids = np.broadcast_to(np.arange(VOCAB, dtype=np.int32), (DEPTH, VOCAB))
+    return Text([0, *said.tolist()], [Marginals(drafted, ids) for drafted in log_probs[rows]])
 
 
 @dataclass
@@ -60,7 +61,7 @@ def decode(answer: Text, budget: Budget, profile: Profile, *, chains: bool = Fal
         plan = RoundPlan([SlotInput(budget, 0, left)])
         (most,), tree = plan.ceilings(), EMPTY
         if most:
-            drafted = chain(answer.ids[place][:most, 0]) if chains else answer.tree(place, most)
+            drafted = chain(np.zeros(min(most, DEPTH), np.int32)) if chains else answer.tree(place, most)
             (nodes,) = plan.choose([drafted])
             tree = drafted.cut(nodes)
         path = answer.path(place, tree)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine_files import vouch
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.files import MANIFEST
-from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.build.directory import describe_files
 from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
 from ddtree_trt.runtime.text.codec import TextCodec
 
@@ -79,9 +76,7 @@ def with_template(engine: Path, copy: Path, template: str, rename: dict[str, str
         for old, new in (rename or {}).items():
             text = text.replace(json.dumps(old), json.dumps(new))
         (copy / name).write_text(text, encoding="utf-8")
-    manifest = replace(load_manifest(copy), files={})
-    files = {k: v for k, v in describe_files(copy).items() if k != MANIFEST}
-    (copy / MANIFEST).write_text(replace(manifest, files=files).to_json())
+    vouch(copy)
     return copy
 
 

@@ -88,6 +88,11 @@ def thread_server(engine: Path, *, round_s: float = 0.0, **options: Any) -> Iter
         assert not thread.is_alive(), "the server did not end"
 
 
+def events_of(stream: str) -> list[Any]:
+    """What the events of a stream say, without its [DONE]."""
+    return [json.loads(e.removeprefix("data: ")) for e in stream.split("\n\n") if e.startswith("data: {")]
+
+
 def long_chat(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "hello"}], **LONG, **fields}).encode()
 
@@ -100,7 +105,7 @@ def hold(server: ThreadServer, requests: int, **fields: Any) -> list[socket.sock
     return held
 
 
-def release(server: ThreadServer, held: list[socket.socket]) -> None:
+def release(held: list[socket.socket]) -> None:
     for connection in held:
         connection.close()
 
@@ -136,8 +141,8 @@ main()
 
 
 class ProcessServer:
-    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`;
-    `code` is run before the command line."""
+    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s` seconds;
+    `code` runs before the command line; `files` are the file descriptors that the process may have."""
 
     def __init__(
         self,
@@ -149,7 +154,6 @@ class ProcessServer:
         files: int | None = None,
         code: str = "",
     ) -> None:
-        """`files`: how many file descriptors the process may have. `code` runs before the command."""
         program = ["-c", f"{code}\nfrom ddtree_trt.cli import main\nmain()"] if code else ["-m", "ddtree_trt.cli"]
         if hold is not None:
             program = ["-c", HELD, str(hold), str(hold_s)]

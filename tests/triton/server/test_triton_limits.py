@@ -35,7 +35,7 @@ PROMPT = {"text_input": "def fib(n):"}
 BAD = [
     ({"text_input": ""}, 400, "the prompt has no tokens"),
     ({"text_input": "a " * 5000}, 400, "shorten it or rebuild with a larger --max-seq-len"),
-    ({**PROMPT, "sampling_parameters": "{"}, 400, "sampling_parameters is not JSON"),
+    ({**PROMPT, "sampling_parameters": "{"}, 400, "sampling_parameters: it is not valid JSON"),
     ({**PROMPT, "sampling_parameters": '{"tree_budget": 100000}'}, 400, "above this engine's"),
     ({**PROMPT, "parameters": {"no_such_thing": 1}}, 400, "unknown sampling parameter no_such_thing"),
     ({**PROMPT, "no_such_input": 1}, 400, "unknown sampling parameter no_such_input"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import ONNXRUNTIME
@@ -15,14 +15,13 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
-from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, is_of_values
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from ddtree_trt.build.checkpoint.reader import Checkpoint
+    from ddtree_trt.build.checkpoint.outline import Outline
 
 
 class OnnxRuntimeBuild(BackendBuild):
@@ -42,9 +41,6 @@ class OnnxRuntimeBuild(BackendBuild):
         if PRECISIONS[precision].quantized and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented in {precision}; use --precision fp32")
 
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return weight_bytes(target, precision) + weight_bytes(drafter, precision)
-
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         target, drafter, precision = inputs.target, inputs.drafter, inputs.precision
         from ddtree_trt.build.graph.lowering_int8 import Int8Graph
@@ -52,7 +48,7 @@ class OnnxRuntimeBuild(BackendBuild):
         from ddtree_trt.build.graph.networks import build_target_graph
         from ddtree_trt.build.graph.weights import WeightFile
 
-        expected = self.bytes_on_disk(target, drafter, precision)
+        expected = weight_bytes(target, precision) + weight_bytes(drafter, precision)
         taps = drafter.kind.tap_layers
         graphs = Int8Graph if PRECISIONS[precision].quantized else OnnxRuntimeGraph
         names = {}
@@ -67,20 +63,11 @@ class OnnxRuntimeBuild(BackendBuild):
         return Written(names, self._toolchain)
 
 
-class _Sized(Protocol):
-    """A checkpoint, or only its configuration."""
-
-    @property
-    def dims(self) -> TransformerDims: ...
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-
-def weight_bytes(network: _Sized, precision: PrecisionName) -> int:
+def weight_bytes(network: Outline, precision: PrecisionName) -> int:
     """Bytes of a network's tensors in the weight file. In int8 a projection [out, in] takes a byte per value and a
     scale per output, that of values twice; so does the head, which is stored apart from the embedding even when tied to
     it. A language model has two matrices [H, H] for its rotation."""
-    shapes, unrounded = network.shapes, kind_of(network.dims).unrounded
+    shapes, unrounded = network.shapes, network.kind.unrounded
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}

@@ -44,10 +44,6 @@ class PlansBuild(BackendBuild):
         if not self.backend.experts and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
 
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        # While a network is compiled its weights are on disk twice: as the parser reads them, and in the plan.
-        return 2 * target.stored_bytes(2) + 2 * drafter.num_values
-
     def write_plans(
         self, directory: Path, inputs: Inputs, progress: Progress, trt: Any, attention: AttentionName, **options: Any
     ) -> dict[str, dict[str, list[str]]]:

@@ -8,19 +8,15 @@ from __future__ import annotations
 import math
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import TORCH
-from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
+from ddtree_trt.artifact.precisions import PRECISIONS, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
-
-if TYPE_CHECKING:
-    from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 _INTEGERS = "I32"
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
@@ -36,9 +32,6 @@ class TorchBuild(BackendBuild):
         on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
         known = TORCH.builds
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
-
-    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return PRECISIONS[precision].value_bytes * (target.num_values + drafter.num_values)
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         target, drafter, precision = inputs.target, inputs.drafter, inputs.precision

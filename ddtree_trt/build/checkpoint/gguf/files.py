@@ -80,6 +80,8 @@ def open_gguf(path: Path) -> GgufFiles:
         others, more = _read_header(part)
         if (found := others.get(_COUNT)) != count:
             raise _source(part).fault(f"{_COUNT} is {shown(found)}, but {count} in the first part")
+        if twins := tensors.keys() & more.keys():
+            raise _source(part).fault(f"{shown(min(twins))} is in an earlier part too")
         tensors = tensors | more
     return GgufFiles(paths, metadata, tensors)
 

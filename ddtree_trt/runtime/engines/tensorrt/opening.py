@@ -45,6 +45,13 @@ from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
 
+_log = logging.getLogger("ddtree_trt.tensorrt")
+
+
+def _unfit(directory: Path, manifest: Manifest, problem: str) -> ArtifactError:
+    """The error for an engine that has to be built again."""
+    return ArtifactError(f"{problem}; rebuild with: {rebuild_command(directory, manifest)}")
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -117,70 +124,53 @@ def check_plugins(directory: Path, manifest: Manifest) -> Path:
     workspace. Another build of the same ABI, by another compiler or for more GPUs, has another sha256 and is accepted;
     the manifest's sha256 records the library of the build.
     """
-    built, rebuild = manifest.plugin or {}, f"rebuild with: {rebuild_command(directory, manifest)}"
     for field, found in plugins.IDENTITY.items():
-        if built.get(field) != found:
-            raise ArtifactError(
-                f"{directory} was built with plugin {field} {built.get(field)!r}, this ddtree-trt has {found!r}; "
-                f"{rebuild}"
-            )
+        if (built := (manifest.plugin or {}).get(field)) != found:
+            problem = f"{directory} was built with plugin {field} {built!r}, this ddtree-trt has {found!r}"
+            raise _unfit(directory, manifest, problem)
     return library.find(library.PLUGINS)
 
 
-_PIECE_BYTES = 16 << 20  # of a table that is converted during its upload
+_PIECE_BYTES = 16 << 20  # of a table, which is uploaded piece by piece
 
 
 class Tables:
     """The tables of shared.safetensors: [V, H] in the engine's precision, a drafter's own under its prefix."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        path = directory / artifact.SHARED_WEIGHTS
+        path, dtype = directory / artifact.SHARED_WEIGHTS, PRECISIONS[manifest.precision].safetensors
         rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
         self._tensors = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-        dtype = PRECISIONS[manifest.precision].safetensors
-        shapes = _shapes(manifest)
+        parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
+        shapes = {
+            prefix + parts[table.name]: table.shape
+            for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items()
+            for table in kind_of(dims).own_tables
+        }
         # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
         self.sources: dict[str, str] = {}
         for name in shapes:
             tied = name.removesuffix(names.HEAD) + names.EMBEDDING
             self.sources[name] = source = name if name in self._tensors or tied not in shapes else tied
             if source not in self._tensors:
-                raise ArtifactError(f"{path} has no tensor {source!r}; {rebuild}")
+                raise _unfit(directory, manifest, f"{path} has no tensor {source!r}")
         for name, tensor in self._tensors.items():
             expected, found = (dtype, shapes.get(name)), (tensor.dtype, tensor.shape)
             if name not in shapes:
-                raise ArtifactError(f"{path} has a tensor {name!r} that the engine has no place for; {rebuild}")
+                raise _unfit(directory, manifest, f"{path} has a tensor {name!r} that the engine has no place for")
             if found != expected:
-                raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
+                raise _unfit(directory, manifest, f"{path}: {name} should be {expected}, found {found}")
 
-    def upload(self, tensor: str, device: Device, address: int) -> None:
-        """Upload a table and wait for the copy."""
-        device.upload(address, self._tensors[tensor].mapped())
-        device.synchronize()
-
-    def upload_single(self, tensor: str, device: Device, address: int) -> None:
-        """Upload a table as float32, which represents its values exactly, and wait for the copy."""
-        table = self._tensors[tensor].mapped()
+    def upload(self, name: str, device: Device, address: int) -> None:
+        """Upload a table and wait for the copy. A head becomes float32, which represents its values exactly."""
+        table = self._tensors[self.sources[name]].mapped()
         step = _PIECE_BYTES // table.itemsize
         for start in range(0, len(table), step):
-            piece = table[start : start + step].astype(np.float32)
+            piece = table[start : start + step]
+            piece = piece.astype(np.float32) if name.endswith(names.HEAD) else piece
             device.upload(address, piece)
             device.synchronize()
             address += piece.nbytes
-
-
-def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tables that passes read, by their names."""
-    parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
-    networks = {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}
-    return {
-        prefix + parts[table.name]: table.shape
-        for prefix, dims in networks.items()
-        for table in kind_of(dims).own_tables
-    }
-
-
-_log = logging.getLogger("ddtree_trt.tensorrt")
 
 
 class KernelCache:
@@ -251,7 +241,6 @@ class KernelCache:
             self._cache = None
 
 
-_logger = logging.getLogger("ddtree_trt.tensorrt")
 _BUFFERS = {
     names.EMBEDDING: buffers.EMBEDDING,
     names.HEAD: buffers.HEAD,
@@ -311,15 +300,15 @@ def _load(directory: Path, manifest: Manifest, installed: Installed, device: Dev
     }
     sizes = sum(manifest.files[name].size for name in plans.values())
     _check_memory(directory, manifest, device, sizes, _layout(manifest, stored, None, 0).total_bytes)
-    log = make_log(trt, _logger)
+    log = make_log(trt, _log)
     if installed.plugins is not None:
         load_plugins(trt, log, installed.plugins, EngineError)
     runtime = trt.Runtime(log)
     engines = {name: _deserialise(runtime, log, directory / file, manifest) for name, file in plans.items()}
     for name, engine in engines.items():
         _check_engine(directory, manifest, name, engine)
-    target, drafter = engines["target"], engines["drafter"]
-    candidates = int(tuple(drafter.get_tensor_shape(names.CANDIDATES))[-1]) if manifest.drafting.block_size else 0
+    shape = engines["drafter"].get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else [0]
+    candidates = int(tuple(shape)[-1])
     workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
     layout = _layout(manifest, stored, candidates, workspace)
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
@@ -336,19 +325,16 @@ def _load(directory: Path, manifest: Manifest, installed: Installed, device: Dev
         make_context=partial(_plain_context, trt) if kernel_cache is None else kernel_cache.make_context,
     )
     own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    drafter_tables = {**tables, **own}
     return Loaded(
+        **engines,
         device=device,
-        target=target,
-        drafter=drafter,
-        compaction=engines["compaction"],
         runtime=runtime,
         kernel_cache=kernel_cache,
         layout=layout,
         addresses=addresses,
         candidates=candidates,
         target_tables=tables,
-        drafter_tables=drafter_tables,
+        drafter_tables={**tables, **own},
         shared=shared,
     )
 
@@ -360,19 +346,16 @@ def _check_slots(directory: Path, manifest: Manifest) -> None:
     for name, dims in (("target", manifest.target_dims), ("drafter", manifest.drafter_dims)):
         size = CacheShape.of(dims, manifest.limits, PRECISIONS[manifest.precision].value_bytes).slot_bytes
         if size % buffers.ALIGNMENT:
-            raise ArtifactError(
-                f"{directory}: a slot of the {name}'s cache is {size} bytes, expected a multiple of "
-                f"{buffers.ALIGNMENT}; rebuild with: {rebuild_command(directory, manifest)}"
-            )
+            problem = f"a slot of the {name}'s cache is {size} bytes, expected a multiple of {buffers.ALIGNMENT}"
+            raise _unfit(directory, manifest, f"{directory}: {problem}")
 
 
 def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
     """Upload the tables and clear what passes read before it is written; the tables' addresses by their names."""
     tables: dict[str, int] = {}
-    for table, source in stored.sources.items():
+    for table in stored.sources:
         tables[table] = addresses[_BUFFERS[table]]
-        upload = stored.upload_single if table.endswith(names.HEAD) else stored.upload
-        upload(source, device, tables[table])
+        stored.upload(table, device, tables[table])
     # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
     # slot of a pass writes rows of what is in the buffer for context.
     for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT):
@@ -420,9 +403,7 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise ArtifactError(
-            f"TensorRT cannot load {path}: {log.words()}; rebuild with: {rebuild_command(path.parent, manifest)}"
-        )
+        raise _unfit(path.parent, manifest, f"TensorRT cannot load {path}: {log.words()}")
     return engine
 
 
@@ -431,12 +412,9 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     found = io_tensors(engine)
     listed = manifest.tensors.get(name, {})
     expected = {*listed.get("inputs", ()), *listed.get("outputs", ())}
-    rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-    if found != expected:
-        different = sorted(found ^ expected)
-        raise ArtifactError(
-            f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
-        )
+    if different := found ^ expected:
+        problem = f"the manifest and the {name}'s plan differ in tensor {min(different)}"
+        raise _unfit(directory, manifest, f"{directory}: {problem}")
     dims, limits = manifest.drafter_dims if name == "drafter" else manifest.target_dims, manifest.limits
     cache = CacheShape.of(dims, limits, PRECISIONS[manifest.precision].value_bytes)
     pasts = names.past_names(dims.num_layers)
@@ -451,4 +429,5 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     for tensor in pasts:
         shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
         if shape != wanted:
-            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {wanted}, found {shape}; {rebuild}")
+            problem = f"{directory}: {tensor} of the {name} should be {wanted}, found {shape}"
+            raise _unfit(directory, manifest, problem)

@@ -27,7 +27,7 @@ from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, mak
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
-from ddtree_trt.runtime.engines.torch.model import Weights
+from ddtree_trt.runtime.engines.torch.model import DrafterParts, Weights
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
@@ -66,8 +66,8 @@ class TorchEngine:
         own_attention = attention_for(device, drafter_dtype, draft_dims.head_dim, scratch)
         slots, rows = self.limits.max_batch, self.target.cache.rows
         cache = DeviceCache(draft_dims, slots, rows, drafter_dtype, device, kernels=own_attention.kernels)
-        network, graphs = self.target.network, self.target.graphs
-        self.drafter = make_drafter(manifest, "torch", weights, network, cache, own_attention, graphs)
+        parts = DrafterParts(weights, self.target.network, cache, own_attention, self.target.graphs)
+        self.drafter = make_drafter(manifest, "torch", parts)
         # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, and the whole rows
         # of logits that they draw from.
         block = self.drafter if isinstance(self.drafter, BlockOnDevice) else None

@@ -20,6 +20,7 @@ from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Part, Transform
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.experts import mixture
+from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
 
@@ -177,6 +178,17 @@ class LanguageModel:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
         return head_logits(hidden, self.head, out)
+
+
+@dataclass(frozen=True)
+class DrafterParts:
+    """What the engine gives to a drafter of any kind."""
+
+    weights: Weights
+    target: LanguageModel
+    cache: DeviceCache  # its own
+    attention: Attention  # likewise
+    graphs: Graphs
 
 
 def ready_head(head: Tensor) -> Tensor:

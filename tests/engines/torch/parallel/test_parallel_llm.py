@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_builds import PACKAGED, build_torch_engine
+from engine_builds import CHATS
 from pacing import complete
 from ranks import hang, hang_when_started
 
@@ -35,22 +34,12 @@ TREE = token_chain(np.arange(1, 5))
 TWO = EngineOptions(tensor_parallel_size=2, threads=1)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parallel") / "tiny"
-    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=2, max_seq_len=640).close()
-    return path
+PROMPTS = CHATS[::12]
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[Any]:
-    rows = (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [[{"role": "user", "content": json.loads(row)["prompt"]}] for row in rows[::12]]
-
-
-def generate(llm: LLM, prompts: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+def generate(llm: LLM) -> Iterator[tuple[str, list[Any]]]:
     """Tokens by case, of more prompts than there are slots."""
-    assert len(prompts) > llm.engine.manifest.limits.max_batch
+    assert len(PROMPTS) > llm.engine.manifest.limits.max_batch
     cases: list[dict[str, Any]] = [
         {"method": "ar"},
         {"method": "dflash"},
@@ -62,21 +51,21 @@ def generate(llm: LLM, prompts: list[Any]) -> Iterator[tuple[str, list[Any]]]:
         {"method": "dflash-sample", "temperature": 0.7, "seed": 3},
     ]
     for case in cases:
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True, **case))
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True, **case))
         yield str(case), [completion.token_ids for output in outputs for completion in output.outputs]
     params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    first = llm.generate(prompts[:1], params)[0]
+    first = llm.generate(PROMPTS[:1], params)[0]
     rows = [row for row in first.prompt_logprobs or [] if row is not None]
     yield "prompt_logprobs", [(row.token_id, row.rank, row.top[0][0]) for row in rows]
 
 
-def test_an_llm_gives_the_tokens_of_one_process_and_ends_with_a_rank(directory: Path, prompts: list[Any]) -> None:
+def test_an_llm_gives_the_tokens_of_one_process_and_ends_with_a_rank(directory: Path) -> None:
     with LLM(directory, threads=1) as one:
-        expected = list(generate(one, prompts))
+        expected = list(generate(one))
     with LLM(directory, threads=1, tensor_parallel_size=2) as two:
-        for (case, tokens), (_, found) in zip(expected, generate(two, prompts), strict=True):
+        for (case, tokens), (_, found) in zip(expected, generate(two), strict=True):
             assert found == tokens, case
-        assert not two.generate(prompts[0])[0].metrics.on_device
+        assert not two.generate(PROMPTS[0])[0].metrics.on_device
         # A call that the other rank alone is sent, and refuses.
         engine = two.engine
         assert isinstance(engine, ParallelEngine)
@@ -84,10 +73,10 @@ def test_an_llm_gives_the_tokens_of_one_process_and_ends_with_a_rank(directory: 
         refused = r"ended: rank 1 of 2 failed: EngineError: slot 1 holds \d+ tokens, cannot keep the first 600"
         for _ in range(2):  # and it stays ended
             with pytest.raises(EngineError, match=refused):
-                two.generate(prompts[0])
+                two.generate(PROMPTS[0])
 
 
-def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list[Any]) -> None:
+def test_a_killed_rank_ends_an_engine_that_serves(directory: Path) -> None:
     """The request under way is told why, and so is every later one."""
     said = "rank 1 of 2 was ended by SIGKILL"
 
@@ -96,11 +85,11 @@ def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list
         assert isinstance(engine, ParallelEngine)
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         with pytest.raises(EngineError, match=said):
-            async for _ in llm.submit(prompts[0], params):
+            async for _ in llm.submit(PROMPTS[0], params):
                 engine._workers.processes[0].kill()
         assert llm.failure is not None
         with pytest.raises(EngineError, match=said):
-            await complete(llm, prompts[0], params)
+            await complete(llm, PROMPTS[0], params)
 
     llm = AsyncLLM(directory, threads=1, tensor_parallel_size=2)
     try:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_pair
-from dflash_truth import refuse_to_draw
 from drafts import marginals
 from engine_builds import build_torch_engine
 from numerics import assert_close, path_to, random_tree
@@ -44,7 +43,7 @@ def results(engine: Engine, seed: int) -> Iterator[tuple[str, Any]]:
         verdict = engine.prefill(slot, rng.integers(0, vocabulary, size), rows="all", taps=True)
         yield f"prompt {slot}", (verdict.choices, np.asarray(verdict.logits))
     for number in range(3):
-        drafts = engine.draft([DraftRequest(slot, 5 + slot, 40, 3, refuse_to_draw) for slot in range(len(sizes))])
+        drafts = engine.draft([DraftRequest(slot, 5 + slot, 40, 3) for slot in range(len(sizes))])
         for slot, draft in enumerate(drafts):
             found = marginals(draft)
             yield f"draft {number} {slot}", (found.token_ids, found.log_probs)

@@ -27,7 +27,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, Engine, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest, no_draw
 from ddtree_trt.runtime.engines.passes import LazyRows, make_single_passes
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
@@ -149,7 +149,7 @@ class ParallelEngine:
         return self._whole(self._together(prefill, slot, token_ids), 0)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        found: list[Draft] = self._together(TorchEngine.draft, [replace(r, draw=refuse_to_draw) for r in requests])
+        found: list[Draft] = self._together(TorchEngine.draft, [replace(r, draw=no_draw) for r in requests])
         return found
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
@@ -166,7 +166,7 @@ class ParallelEngine:
         length = self.manifest.drafting.longest_draft
 
         def draft(slot: int) -> None:
-            self.draft([DraftRequest(slot, 0, 1, length, refuse_to_draw)])
+            self.draft([DraftRequest(slot, 0, 1, length)])
 
         make_single_passes(self, [1, 1 + self.manifest.limits.max_tree_budget], draft, progress)
 
@@ -236,11 +236,6 @@ class ParallelEngine:
         self._workers.kill()
         self._group.leave()
         self._clean_up()
-
-
-def refuse_to_draw(*_: object) -> DrawnFrom:
-    """The `draw` of a draft request whose drafter draws nothing."""
-    raise AssertionError("a block drafter draws nothing")
 
 
 def _cause_elsewhere(error: BaseException, workers: Workers, timeout_s: float) -> str | None:

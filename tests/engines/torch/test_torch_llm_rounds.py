@@ -1,0 +1,448 @@
+"""Device rounds as users have them, `LLM(device_rounds=…)`, on a CPU, where a round is the same without a graph: their
+output, which requests have them, and what they draw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_builds import CHATS, ROWS
+from pacing import complete
+from truth import FALSE_ALARM, chi_square
+from typer.testing import CliRunner
+
+from ddtree_trt import AsyncLLM
+from ddtree_trt.check.uniformity import place_in_distribution, uniformity
+from ddtree_trt.cli import app
+from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.engines.base import RoundRequest
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.stats import ROUND_STAGES
+
+TOKENS = 60
+SLOTS = 3
+
+
+def greedy(budget: int = 16, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": TOKENS, "method": "ddtree", "tree_budget": budget, **options})
+
+
+def rounds_of(llm: LLM) -> TorchRounds:
+    assert isinstance(llm.engine, TorchEngine) and llm.engine.rounds is not None
+    return llm.engine.rounds
+
+
+@pytest.fixture(scope="module")
+def device(directory: Path) -> Iterator[LLM]:
+    with LLM(directory, threads=1, device_rounds="on") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def host(directory: Path) -> Iterator[LLM]:
+    with LLM(directory, threads=1, device_rounds="off") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Any]:
+    """Of every domain, and at the end two whose answers are short."""
+    short = sorted(range(len(ROWS)), key=lambda i: len(ROWS[i]["reference"]))[:2]
+    return [*CHATS[::9], *(CHATS[i] for i in short)]
+
+
+@pytest.fixture(scope="module")
+def plain(host: LLM, prompts: list[Any]) -> dict[bool, list[Any]]:
+    """What the target says by itself; by whether it goes on past its end."""
+
+    def alone(going: bool) -> list[Any]:
+        return host.generate(prompts, SamplingParams(max_tokens=TOKENS, method="ar", ignore_eos=going))
+
+    return {going: alone(going) for going in (False, True)}
+
+
+def lose_the_device(requests: Sequence[RoundRequest]) -> None:
+    raise EngineError("the device is gone")
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("budget", [1, 16, 64])
+def test_output_is_the_hosts_and_that_of_ar(
+    host: LLM, device: LLM, prompts: list[Any], plain: dict[bool, list[Any]], budget: int, ignore_eos: bool
+) -> None:
+    """Tokens, text, reason and acceptance of every round, for more prompts than slots; caches that are left behind
+    hold what they say."""
+    assert len(prompts) > SLOTS
+    wanted = host.generate(prompts, greedy(budget, ignore_eos=ignore_eos))
+    found = device.generate(prompts, greedy(budget, ignore_eos=ignore_eos))
+    for ar, a, b in zip(plain[ignore_eos], wanted, found, strict=True):
+        assert ar.outputs == a.outputs == b.outputs
+        assert a.metrics.acceptance_lengths == b.metrics.acceptance_lengths
+        assert a.metrics.budgets == b.metrics.budgets
+        assert (a.metrics.on_device, a.metrics.why_host) == (False, "device_rounds is off")
+        assert (b.metrics.on_device, b.metrics.why_host) == (True, None)
+        assert b.metrics.stage_s["device_round"] > 0 == b.metrics.stage_s["verify"]
+    assert sum(o.metrics.accepted_tokens for o in found) > 0
+    assert {o.outputs[0].finish_reason for o in found} >= ({"length"} if ignore_eos else {"stop"})
+
+
+def test_limits_and_stops_cut_inside_a_round(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    """At a length, at a stop token, and at a string, which may take back tokens."""
+    whole = host.generate(prompts[0], greedy(64))[0]
+    ids, text = whole.outputs[0].token_ids, whole.outputs[0].text
+    assert max(whole.metrics.acceptance_lengths) > 4
+    for llm in (host, device):
+        llm.reset_prefix_cache()
+    cuts = [greedy(64, max_tokens=n) for n in range(1, len(ids), 3)]
+    cuts += [greedy(64, stop_token_ids=(token,), ignore_eos=True) for token in list(dict.fromkeys(ids))[::3]]
+    cuts += [greedy(64, stop=(text[i : i + 4],), ignore_eos=True) for i in range(0, len(text) - 4, 17)]
+    for params in cuts:
+        (wanted,), (found,) = host.generate(prompts[0], params), device.generate(prompts[0], params)
+        assert found.outputs == wanted.outputs
+        assert found.metrics.acceptance_lengths == wanted.metrics.acceptance_lengths
+        # Slot 0 is the one whose cache saves most of the prompt; what it holds are the first tokens of both outputs.
+        assert host.engine.length(0) == device.engine.length(0) >= found.usage.prompt_tokens
+
+
+def test_both_kinds_share_a_batch(directory: Path, host: LLM, device: LLM, prompts: list[Any]) -> None:
+    """Of one engine's slots some decode on the device and some by stages; nobody notices."""
+    wanted = [greedy(16), greedy(16, logprobs=1), greedy(40), greedy(8, frequency_penalty=0.3), greedy(3)]
+    expected = host.generate(prompts[:5], wanted)
+    device.core.maker.device_rounds = "auto"
+    rounds_of(device).by_default = True  # as on a GPU
+    try:
+        found = device.generate(prompts[:5], wanted)
+    finally:
+        device.core.maker.device_rounds = "on"
+        rounds_of(device).by_default = False
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert [o.metrics.on_device for o in found] == [True, False, True, False, True]
+    assert found[1].metrics.why_host == "logprobs works on logits, which stay on the device"
+
+
+def test_who_decodes_in_another_way_has_no_part(
+    host: LLM, device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in stage times nor in a failure."""
+    monkeypatch.setattr(device.core.maker, "device_rounds", "auto")
+    monkeypatch.setattr(rounds_of(device), "by_default", True)
+    wanted = [greedy(16), greedy(16, logprobs=1)]
+    on_device, by_stages = (output.metrics.stage_s for output in device.generate(prompts[:2], wanted))
+    assert on_device["device_round"] > 0 and not any(on_device[stage] for stage in ROUND_STAGES)
+    assert by_stages["device_round"] == 0 and all(by_stages[stage] for stage in ROUND_STAGES)
+
+    parts = [device.stream(prompt, params) for prompt, params in zip(prompts, wanted, strict=False)]
+    assert next(parts[0]) and next(parts[1])
+    monkeypatch.setattr(rounds_of(device), "round", lose_the_device)
+    said = [token for part in parts[1] for token in part.outputs[0].token_ids]
+    with pytest.raises(EngineError, match="the device is gone"):
+        list(parts[0])
+    assert host.generate(prompts[1], wanted[1])[0].outputs[0].token_ids[-len(said) :] == said
+    assert device.core.scheduler.free_slots == SLOTS
+
+
+def test_profiling_waits_for_rounds_under_way(
+    directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next stage would count the rest of a round launched ahead as its own."""
+    with LLM(directory, threads=1, device_rounds="on", exact_stage_times=True) as llm:
+        settled: list[str] = []
+        clock = llm.core.scheduler.clock
+        monkeypatch.setattr(clock, "_synchronize", lambda: settled.append(clock._stage))
+        (output,) = llm.generate(prompts[0], greedy())
+    assert settled == ["prefill"] * settled.count("prefill") + ["device_round"] * output.metrics.rounds
+
+
+def test_a_conversation_starts_from_what_rounds_left(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    for llm in (host, device):
+        llm.reset_prefix_cache()  # what was said before is not the same for both
+    messages: list[Any] = []
+    for turn in range(3):
+        messages = [*messages, *prompts[turn]]
+        (wanted,) = host.generate(messages, greedy(16, max_tokens=20))
+        (found,) = device.generate(messages, greedy(16, max_tokens=20))
+        assert found.outputs == wanted.outputs
+        assert found.usage.cached_tokens == wanted.usage.cached_tokens
+        messages = [*messages, {"role": "assistant", "content": found.outputs[0].text}]
+    assert found.usage.cached_tokens > 0
+
+
+def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    """While a round is under way for it and for another, which goes on undisturbed."""
+    expected = host.generate(prompts[:3], greedy(16, ignore_eos=True))
+    gone = device.stream(prompts[0], greedy(16, ignore_eos=True))
+    stays = device.stream(prompts[1], greedy(16, ignore_eos=True))
+    parts = [next(stays), next(stays)]
+    assert next(gone)
+    gone.close()
+    assert device.core.scheduler.free_slots == SLOTS - 1
+    later = device.stream(prompts[2], greedy(16, ignore_eos=True))
+    said = [next(later)]
+    parts += list(stays)
+    said += list(later)
+    for found, output in ((parts, expected[1]), (said, expected[2])):
+        assert [t for p in found for t in p.outputs[0].token_ids] == output.outputs[0].token_ids
+    assert device.core.scheduler.free_slots == SLOTS
+
+
+def test_a_failing_round_leaves_an_engine_that_works(
+    device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds_of(device), "round", lose_the_device)
+        with pytest.raises(EngineError, match="the device is gone"):
+            device.generate(prompts[0], greedy())
+    assert device.core.scheduler.free_slots == SLOTS
+    assert device.generate(prompts[0], greedy())[0].outputs == host.generate(prompts[0], greedy())[0].outputs
+
+
+def test_a_sequence_may_fill_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    longest = device.engine.manifest.limits.max_seq_len
+    room = longest - len(device.codec.encode(prompts[0]))
+    params = greedy(16, max_tokens=room, ignore_eos=True)
+    (wanted,), (found,) = host.generate(prompts[0], params), device.generate(prompts[0], params)
+    assert found.outputs == wanted.outputs
+    assert found.usage.prompt_tokens + found.usage.completion_tokens == longest
+
+
+LOGITS: list[dict[str, Any]] = [
+    {"logprobs": 1},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {3: 1.0}},
+    {"min_tokens": 2},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
+]
+
+
+# What cannot be served
+
+
+@pytest.mark.parametrize("options", LOGITS, ids=lambda o: "-".join(o))
+def test_what_needs_logits_is_refused_or_done_on_the_host(host: LLM, device: LLM, options: dict[str, Any]) -> None:
+    name = next(key for key in options if key != "temperature")
+    params = greedy(8, max_tokens=4, seed=1, **options)
+    with pytest.raises(UsageError, match=f"device_rounds is on, but {name} works on logits"):
+        device.generate("Once", params)
+    (output,) = host.generate("Once", params)
+    assert not output.metrics.on_device
+
+
+def test_filters_change_nothing_at_temperature_0(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    params = greedy(8, top_k=3, top_p=0.5, min_p=0.1)
+    assert device.generate(prompts[0], params)[0].outputs == host.generate(prompts[0], params)[0].outputs
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "ar", "tree_budget": "auto"}, "method 'ar' builds no tree"),
+        ({"method": "dflash", "tree_budget": 8}, "method 'dflash' builds no tree"),
+        ({"tree_budget": "auto"}, "tree_budget 'auto' weighs every tree on the host: give a number"),
+        ({"tree_budget": 0}, "the device builds trees of 1 to 1024 nodes, not of 0"),
+    ],
+)
+def test_other_trees_are_refused(device: LLM, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"device_rounds is on, but {reason}; use auto or off"):
+        device.generate("Once", SamplingParams(**{"method": "ddtree", "tree_budget": 8, **options}))
+
+
+def test_watched_trees_are_built_on_the_host(host: LLM, device: LLM) -> None:
+    with pytest.raises(UsageError, match="its trees are watched"):
+        device.stream("Once", greedy(), on_round=lambda _: None)
+    seen: list[Any] = []
+    assert list(host.stream("Once", greedy(), on_round=seen.append)) and seen
+
+
+def test_auto_asks_the_engine(directory: Path) -> None:
+    with LLM(directory, threads=1) as llm:
+        (output,) = llm.generate("Once", greedy(max_tokens=4))
+        assert output.metrics.why_host == "there is no GPU"
+        rounds_of(llm).by_default = True
+        (output,) = llm.generate("Once", greedy(max_tokens=4))
+        assert output.metrics.on_device and output.metrics.why_host is None
+        (output,) = llm.generate("Once", SamplingParams(max_tokens=4))
+        assert output.metrics.why_host == "tree_budget 'auto' weighs every tree on the host: give a number"
+        assert output.metrics.to_dict()["on_device"] is False
+
+
+def test_other_engines_have_none(tiny_engine: Path) -> None:
+    with pytest.raises(UsageError, match="device_rounds is on, but the onnxruntime backend builds trees on the host"):
+        LLM(tiny_engine, device_rounds="on")
+    with pytest.raises(UsageError, match="device_rounds must be one of auto, on, off, not 'yes'"):
+        LLM(tiny_engine, device_rounds="yes")
+    with LLM(tiny_engine) as llm:
+        (output,) = llm.generate("Once", greedy(max_tokens=4))
+    assert output.metrics.why_host == "the onnxruntime backend builds trees on the host"
+
+
+def test_async_callers_have_them_too(directory: Path, host: LLM, prompts: list[Any]) -> None:
+    async def run() -> list[Any]:
+        llm = AsyncLLM(directory, threads=1, device_rounds="on")
+        try:
+            return list(await asyncio.gather(*(complete(llm, p, greedy()) for p in prompts[:4])))
+        finally:
+            llm.shutdown()
+
+    found = asyncio.run(run())
+    assert [o.outputs for o in found] == [o.outputs for o in host.generate(prompts[:4], greedy())]
+    assert all(o.metrics.on_device for o in found)
+
+
+def test_an_engine_is_closed_when_its_rounds_are_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those launched in vain: memory they write to may not be another's by then."""
+    held: list[bool] = []
+    llm = LLM(directory, threads=1, device_rounds="on")
+    engine = llm.engine
+    monkeypatch.setattr(engine, "synchronize", lambda: held.append(bool(rounds_of(llm)) and hasattr(engine, "target")))
+    llm.close()
+    assert held == [True] and engine.rounds is None and not hasattr(engine, "target")
+
+
+def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Path) -> None:
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(app, [words[0], str(directory), *words[1:]])
+
+    asked = ("run", "-p", "Once", "--max-tokens", "6", "--threads", "1")
+    on = (*asked, "--tree-budget", "8", "--device-rounds", "on")
+    output = run(*on, "--json")
+    assert output.exit_code == 0, output.output
+    metrics = json.loads(output.output)["metrics"]
+    assert (metrics["on_device"], metrics["why_host"]) == (True, None)
+    assert "rounds on the device" in run(*on).output
+    assert "did not stay on the device: there is no GPU" in run(*asked, "--tree-budget", "8", "--show-tree").output
+    for words, message in (
+        ((*on, "--show-tree"), "its trees are watched"),
+        ((*asked, "--device-rounds", "on"), "tree_budget 'auto' weighs every tree on the host"),
+        ((*asked, "--device-rounds", "maybe"), "'maybe' is not one of 'auto', 'on', 'off'"),
+    ):
+        refused = run(*words)
+        assert refused.exit_code == 2 or isinstance(refused.exception, UsageError)
+        assert message in f"{refused.output}{refused.exception}"
+    assert "on a GPU, method ddtree with a fixed budget" in run("inspect").output
+    other = CliRunner().invoke(app, ["inspect", str(tiny_engine)])
+    assert "none: the onnxruntime backend builds trees on the host" in other.output
+
+
+SEEDS = 500
+
+
+# At a temperature
+
+
+def test_one_seed_gives_one_text(device: LLM, prompts: list[Any]) -> None:
+    """Whatever the budget, alone or beside others: behind the first token the rounds' own draws."""
+    texts = {}
+    for seed, budget in ((1, 2), (1, 16), (2, 16)):
+        params = greedy(budget, temperature=3.0, seed=seed, max_tokens=24, ignore_eos=True)
+        outputs = device.generate(prompts[:3], params)
+        assert device.generate(prompts[1], params)[0].outputs == outputs[1].outputs
+        texts[seed, budget] = [o.outputs[0].token_ids for o in outputs]
+    assert texts[1, 2] == texts[1, 16] != texts[2, 16]
+    engine, rounds = device.engine, rounds_of(device)
+    prompt = device.codec.encode(prompts[0])
+    engine.truncate(0, 0)
+    engine.prefill(0, np.array(prompt), rows="none", taps=True)
+    said = texts[1, 16][0][:1]
+    seed = Sampler(SamplingParams(seed=1), 8, [], frozenset()).noise.target_seed
+    while len(said) < 24:
+        said += rounds.round([RoundRequest(0, said[-1], 16, 3.0, seed)])[0].tokens
+    device.reset_prefix_cache()
+    assert said[:24] == texts[1, 16][0]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_device_and_host_draw_the_same_tokens(device: LLM, host: LLM, prompts: list[Any], temperature: float) -> None:
+    """One rule: with one seed, rounds on the device, by stages and without drafts give one text."""
+    params = greedy(16, temperature=temperature, seed=1, max_tokens=24, n=2)
+    alone = SamplingParams(**{**vars(params), "method": "ar", "tree_budget": "auto"})
+    found = [llm.generate(prompts[:3], p) for llm, p in ((device, params), (host, params), (host, alone))]
+    tokens = [[c.token_ids for output in outputs for c in output.outputs] for outputs in found]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert all(output.metrics.on_device for output in found[0])
+
+
+def test_completions_of_one_prompt_differ(device: LLM) -> None:
+    outputs = device.generate("Once", greedy(8, n=4, temperature=4.0, seed=3, max_tokens=12, ignore_eos=True))[0]
+    assert len({o.text for o in outputs.outputs}) == 4
+    assert outputs.metrics.on_device
+
+
+def test_rounds_draw_from_the_targets_distribution(
+    device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens, of one round or of two, beside their exact joint distribution."""
+    monkeypatch.setattr(
+        "ddtree_trt.runtime.engines.torch.rounds.AHEAD", 1
+    )  # a third of the rounds would be for nothing
+    engine, rounds, temperature = device.engine, rounds_of(device), 1.0
+    prompt = device.codec.encode(prompts[2])
+
+    def probabilities(tokens: list[int]) -> np.ndarray:
+        engine.truncate(0, 0)
+        verdict = engine.prefill(0, np.array(tokens), rows="last", taps=True)
+        x = np.asarray(verdict.logits[-1], np.float64) / temperature
+        weights = np.exp(x - x.max())
+        return weights / weights.sum()
+
+    def unsure(token: int) -> float:
+        p = probabilities([*prompt, token])
+        return -float((p * np.log(np.maximum(p, 1e-30))).sum())
+
+    bonus = max(probabilities(prompt).argsort()[-80:].tolist(), key=unsure)  # hardly what the target would say
+    first = probabilities([*prompt, bonus])
+    expected: dict[tuple[int, ...], float] = {}
+    for token in np.flatnonzero(first > 5 / SEEDS).tolist():
+        second = probabilities([*prompt, bonus, token])
+        expected |= {(token, int(t)): float(first[token] * second[t]) for t in np.flatnonzero(second > 0)}
+    likely = {pair: p for pair, p in expected.items() if p > 5 / SEEDS}
+    assert len(likely) > 10, "a distribution worth testing"
+    probabilities(prompt)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(SEEDS):
+        said = [bonus]
+        while len(said) < 3:
+            sampler = Sampler(SamplingParams(seed=seed), 8, [], frozenset())
+            request = RoundRequest(0, said[-1], 8, temperature, sampler.noise.target_seed)
+            said += rounds.round([request])[0].tokens
+        pair = (said[1], said[2])
+        counts[pair if pair in likely else ()] += 1
+        engine.truncate(0, len(prompt))
+    device.reset_prefix_cache()
+    assert chi_square(counts, {**likely, (): 1 - sum(likely.values())}) > FALSE_ALARM
+
+
+def test_every_token_of_long_texts_is_drawn_from_its_distribution(device: LLM, prompts: list[Any]) -> None:
+    engine, rng, places = device.engine, np.random.default_rng(0), []
+    for seed in range(4):
+        params = greedy(16, temperature=2.0, seed=seed, max_tokens=60, ignore_eos=True)
+        for prompt, output in zip(prompts[:3], device.generate(prompts[:3], params), strict=True):
+            ids, tokens = device.codec.encode(prompt), output.outputs[0].token_ids
+            engine.truncate(0, 0)
+            whole = np.array([*ids, *tokens])
+            logits = np.concatenate(
+                [
+                    np.asarray(engine.prefill(0, whole[i : i + 128], rows="all", taps=False).logits).copy()
+                    for i in range(0, len(whole), 128)
+                ]
+            )
+            device.reset_prefix_cache()
+            for row, token in zip(logits[len(ids) - 1 :], tokens, strict=False):
+                place = place_in_distribution(row, token, 2.0, rng)
+                if place is not None:
+                    places.append(place)
+    test = uniformity(places)
+    assert test.draws > 300 and test.p_value > FALSE_ALARM
