@@ -20,7 +20,7 @@ POSITIONS = 15
 PAST = 2048
 BUDGETS = (16, 64, 256, 1024)
 TIME_PER_CASE_S = 0.3
-HEADS = ("B", "build_tree", "in Python", "ratio", "packed_mask", "attention_bias", "walk")
+HEADS = ("B", "build_tree", "in Python", "ratio", "packed_mask", "walk")
 
 
 def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +73,6 @@ def measure(budget: int) -> list[float]:
         raise SystemExit(f"budget {budget}: the native tree differs from the plain heap")
 
     tree_tokens = len(parents)
-    bias = np.empty((tree_tokens, PAST + tree_tokens), np.float32)
     choices = np.zeros(tree_tokens, np.int64)
     node = tree_tokens - 1  # the target's choices follow the path to the last node added
     while node > 0:
@@ -83,18 +82,16 @@ def measure(budget: int) -> list[float]:
         median_us(lambda: heap_in_python(log_probs, token_ids, budget)),
         median_us(lambda: _native.build_tree(log_probs, token_ids, budget)),
         median_us(lambda: _native.packed_mask(parents)),
-        median_us(lambda: _native.attention_bias(parents, PAST, bias)),
         median_us(lambda: _native.walk(parents, picked, choices)),
     ]
 
 
 def measure_compaction() -> float:
     """Microseconds to keep 7 scattered rows in 28 layers of keys and values, 8 heads of 128 floats."""
-    buffers = [np.zeros((8, PAST + 64, 128), np.float32) for _ in range(2 * 28)]
-    bases = np.array([b.ctypes.data for b in buffers], np.uint64)
+    shape = (8, 128, PAST + 64, False)
+    cache = np.zeros((28, 1, _native.cache_bytes(*shape)), np.uint8)
     keep = np.array([0, 1, 4, 9, 17, 30, 52], np.int32)
-    head_bytes, row_bytes, _ = buffers[0].strides
-    return median_us(lambda: _native.compact_rows(bases, 8, head_bytes, row_bytes, PAST, keep, PAST + 64))
+    return median_us(lambda: _native.compact_cache(cache, 0, *shape, PAST, keep))
 
 
 def main() -> None:
@@ -104,4 +101,4 @@ def main() -> None:
         ratio = f"{plain / native[0]:.0f}×"
         cells = [str(budget), f"{native[0]:,.1f}", f"{plain:,.1f}", ratio, *(f"{us:,.1f}" for us in native[1:])]
         print("".join(f"{cell:>15}" for cell in cells))
-    print(f"compact_rows, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")
+    print(f"compact_cache, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")

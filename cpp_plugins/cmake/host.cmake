@@ -1,6 +1,6 @@
 # The host part, bound with nanobind as ddtree_trt._native.
 # Framework-free host code. No -march flag: wheels must run on every CPU of their platform.
-add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/candidates.cpp host/tree.cpp host/kv.cpp)
+add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/candidates.cpp host/tree.cpp)
 target_include_directories(ddtree_host PUBLIC include)
 # Attention on the CPU, once for each instruction set; the best is chosen when it runs. Without contraction, so that every
 # fused multiply-add is a written one and a row has the same bits however it is computed.

@@ -178,21 +178,6 @@ int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens) {
     return -1;
 }
 
-void attention_bias(const int32_t* parents, int64_t tree_tokens, int64_t past, int64_t columns, float* out) {
-    constexpr float kHidden = std::numeric_limits<float>::lowest();
-    for (int64_t i = 0; i < tree_tokens; ++i) {
-        float* row = out + i * columns;
-        std::fill_n(row, past, 0.0f);
-        if (i == 0) {
-            std::fill_n(row + past, columns - past, kHidden);
-        } else {
-            std::memcpy(row + past, out + parents[i] * columns + past,
-                        static_cast<size_t>(columns - past) * sizeof(float));
-        }
-        row[past + i] = 0.0f;
-    }
-}
-
 void packed_mask(const int32_t* parents, int64_t tree_tokens, int32_t* out) {
     const int64_t words = (tree_tokens + 31) / 32;
     for (int64_t i = 0; i < tree_tokens; ++i) {

@@ -167,19 +167,6 @@ nb::tuple bilinear_rows(const Input& unary, const Input& token_ids, const Input&
                           to_numpy(std::move(next_rows), {count, candidates}));
 }
 
-void attention_bias(const Input& parents, int64_t past, const Output& out) {
-    const int32_t* tree = checked_parents(parents);
-    float* bias = checked<float>(out, "out", "[T, W]", 2);
-    const int64_t tree_tokens = extent(parents, 0);
-    const auto rows = static_cast<int64_t>(out.shape(0));
-    const auto columns = static_cast<int64_t>(out.shape(1));
-    if (past < 0 || rows != tree_tokens || columns - tree_tokens < past) {
-        bad_value("out must have shape [T, W] with T = " + std::to_string(tree_tokens) +
-                  ", past >= 0 and W >= past + T; found " + shape_text(out) + " with past = " + std::to_string(past));
-    }
-    ddtree::attention_bias(tree, tree_tokens, past, columns, bias);
-}
-
 nb::object packed_mask(const Input& parents) {
     const int32_t* tree = checked_parents(parents);
     const size_t tree_tokens = parents.shape(0);
@@ -224,7 +211,6 @@ void bind_trees(nb::module_& m) {
     m.def("build_bilinear_tree", &build_bilinear_tree, "unary"_a, "token_ids"_a, "left"_a, "right"_a, "budget"_a,
           "max_depth"_a = nb::none(), "width"_a = nb::none());
     m.def("bilinear_rows", &bilinear_rows, "unary"_a, "token_ids"_a, "left"_a, "right"_a, "rows"_a);
-    m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);
     m.def("walk", &walk, "parents"_a, "token_ids"_a, "choices"_a);
 }

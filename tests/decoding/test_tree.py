@@ -20,8 +20,6 @@ from ddtree_trt.runtime.tree import (
     chain_parents,
     compile_tree,
     descend,
-    prepend_chain,
-    spine_first,
     walk,
 )
 
@@ -169,31 +167,6 @@ def test_descend_ends_where_the_choice_is_none(tree: DraftTree, choices: list[in
     path = descend(tree, lambda node: None if next(visits) == stop else choices[node])
     assert path.tolist() == expected[: stop + 1]
     assert path.dtype == np.int32
-
-
-@given(tree=trees())
-def test_the_spine_of_a_tree_is_its_first_children(tree: DraftTree) -> None:
-    found, spine = spine_first(tree), [0]
-    while children := [n for n in range(1, len(tree) + 1) if tree.parents[n] == spine[-1]]:
-        spine.append(children[0])
-    order = spine + [n for n in range(1, len(tree) + 1) if n not in spine]
-    assert found.parents[1:].tolist() == [order.index(tree.parents[n]) for n in order[1:]]
-    for name in ("token_ids", "depths", "log_weights"):
-        assert getattr(found, name).tolist() == [getattr(tree, name)[n - 1] for n in order[1:]]
-        assert getattr(found, name).dtype == getattr(tree, name).dtype
-    assert found.parents.dtype == np.int32 and found.parents[0] == -1
-    assert all(parent < node for node, parent in enumerate(found.parents.tolist()))
-
-
-@given(tree=trees(), tokens=st.lists(st.integers(0, 3), max_size=3), choices=CHOICES)
-def test_a_tree_behind_tokens_is_walked_like_the_tree(tree: DraftTree, tokens: list[int], choices: list[int]) -> None:
-    found, k = prepend_chain(tokens, tree), len(tokens)
-    assert found.token_ids.tolist() == tokens + tree.token_ids.tolist()
-    assert found.depths.tolist() == [*range(1, k + 1), *(tree.depths + k)]
-    assert found.log_weights.tolist() == [0.0] * k + tree.log_weights.tolist()
-    walked = walk(found, np.array(tokens + choices[: 1 + len(tree)], np.int64)).tolist()
-    assert walked == [*range(k), *(k + node for node in follow(tree, choices))]
-    assert {part.dtype for part in (found.token_ids, found.depths, found.parents)} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("form", ["marginals", "bilinear", "linked"])

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree_trt import _native
-from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.tree import DraftTree, best_tree
 
@@ -277,16 +276,6 @@ def trees(draw: st.DrawFn, largest: int = 40) -> np.ndarray:
     return np.array([-1, *(draw(st.integers(0, i - 1)) for i in range(1, count))], np.int32)
 
 
-@given(parents=trees(), past=st.integers(0, 9), padding=st.integers(0, 5))
-def test_attention_bias(parents: np.ndarray, past: int, padding: int) -> None:
-    tokens = len(parents)
-    out = np.full((tokens, past + tokens + padding), np.nan, np.float32)
-    _native.attention_bias(parents, past, out)
-    seen = reference.visible(MaskMode.TREE, tokens, reference.packed_mask(parents))
-    seen = np.pad(np.pad(seen, ((0, 0), (past, 0)), constant_values=True), ((0, 0), (0, padding)))
-    np.testing.assert_array_equal(out, np.where(seen, np.float32(0), LOWEST))
-
-
 @given(parents=trees(largest=100))
 def test_packed_mask(parents: np.ndarray) -> None:
     mask = _native.packed_mask(parents)
@@ -326,34 +315,11 @@ def test_parents_must_be_topological(parents: list[int], text: str) -> None:
     array = np.array(parents, np.int32)
     count = len(parents)
     for call in (
-        lambda: _native.attention_bias(array, 0, np.empty((count, count), np.float32)),
         lambda: _native.packed_mask(array),
         lambda: _native.walk(array, np.zeros(max(count - 1, 0), np.int32), np.zeros(count, np.int64)),
     ):
         with pytest.raises(ValueError, match=text):
             call()
-
-
-def frozen(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
-@pytest.mark.parametrize(
-    ("past", "out", "error"),
-    [
-        (2, np.empty((6, 7), np.float32), ValueError),
-        (-1, np.empty((6, 7), np.float32), ValueError),
-        (2**62, np.empty((6, 7), np.float32), ValueError),
-        (0, np.empty((5, 6), np.float32), ValueError),
-        (0, np.empty((6, 12), np.float32)[:, ::2], ValueError),
-        (0, np.empty((6, 6), np.float64), TypeError),
-        (0, frozen(np.empty((6, 6), np.float32)), TypeError),
-    ],
-)
-def test_attention_bias_refuses(past: int, out: np.ndarray, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        _native.attention_bias(BRANCHING, past, out)
 
 
 @pytest.mark.parametrize(

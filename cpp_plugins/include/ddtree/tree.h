@@ -48,10 +48,6 @@ RowStatus build_tree(const Bilinear& source, TreeLimits limits, BilinearRows& ro
 // The index of the first node whose parent breaks the order above, or -1 when there is none. parents [T], T >= 1.
 int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens);
 
-// out [T, W] is added to attention scores: 0 on the `past` committed columns and on the query node and its ancestors,
-// the lowest float elsewhere, padding columns >= past + T included. Finite, so that no softmax row can become NaN.
-void attention_bias(const int32_t* parents, int64_t tree_tokens, int64_t past, int64_t columns, float* out);
-
 // out [T, ceil(T / 32)]: bit j % 32 of word j / 32 in row i is set when j is i or an ancestor of i.
 void packed_mask(const int32_t* parents, int64_t tree_tokens, int32_t* out);
 

@@ -58,8 +58,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Attention:
-    """The inputs of an attention apart from its rows: the layer, whose cache it has, the rotary tables, the shape of its
-    heads."""
+    """The inputs of an attention apart from its rows: the layer, rotary tables, and the shape of its heads."""
 
     layer: int
     rotary: tuple[str, str]  # cosine, sine: float32 [S, D/2]

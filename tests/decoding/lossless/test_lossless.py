@@ -11,9 +11,7 @@ import math
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
-from in_place import InPlaceEngine
 from matrix import (
     CONSTRAINED,
     END,
@@ -30,17 +28,14 @@ from matrix import (
     engine,
     text,
 )
-from profiles import make_budgets, make_profile
-from scripted import ScriptedEngine, completion, finish, generate, verbs
-from scripted_models import Good, MarkovTarget
+from scripted import ScriptedEngine, completion, finish
+from scripted_models import MarkovTarget
 from truth import distribution
 
-from ddtree_trt.runtime.decoding.budget.policy import AutoBudget
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.tree import DraftTree
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -79,11 +74,10 @@ def greedy(target: MarkovTarget, params: SamplingParams, tokens: int, within: bo
     return output
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["any row", "rows in place"])
 @pytest.mark.parametrize("quality", QUALITIES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", METHODS)
-def test_tokens_are_those_of_ar(method: str, form: str, quality: str, in_place: bool) -> None:
+def test_tokens_are_those_of_ar(method: str, form: str, quality: str) -> None:
     """Lengths, batches and seeds differ from request to request, and from cell to cell of the matrix."""
     numbers = count(list(METHODS).index(method) + 2 * FORMS.index(form) + 5 * QUALITIES.index(quality))
     for name, request in REQUESTS.items():
@@ -96,7 +90,7 @@ def test_tokens_are_those_of_ar(method: str, form: str, quality: str, in_place: 
         common = {"max_tokens": tokens, "seed": number, **request}
         common["min_tokens"] = min(tokens, common.get("min_tokens", 0))
         params = SamplingParams(**METHODS[method], **common)
-        made = engine(method, target, form, quality, InPlaceEngine if in_place else ScriptedEngine)
+        made = engine(method, target, form, quality)
         found = outputs(made, params, batch, sampler)
         if params.temperature == 0:
             assert found == [greedy(target, params, tokens, within)] * batch, name
@@ -130,44 +124,3 @@ def test_nodes_that_are_not_allowed_are_not_verified() -> None:
             assert any(t.startswith(text(paths[-1])) for t in TEXTS)
         position += len(done.path)
     assert sum(len(done.tree) for done in rounds) > 3
-
-
-# Rows in place
-
-
-def test_a_lookahead_costs_no_rounds() -> None:
-    """Where the rows are right after all, tokens come a round later, and at the end that may take one round more."""
-    target, rounds = MarkovTarget(vocab_size=V, seed=1), []
-    params = SamplingParams(method="ddtree", tree_budget=8, max_tokens=60, seed=2, temperature=1.0)
-    for made in (ScriptedEngine(target, Good(target)), InPlaceEngine(target, Good(target), wrong_every=0)):
-        generate(made, PROMPT, params)
-        rounds.append(verbs(made)["verify"])
-    assert isinstance(made, InPlaceEngine) and made.lookahead_tokens > 5
-    assert rounds[0] <= rounds[1] <= rounds[0] + 1
-
-
-def test_an_automatic_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one in which a lookahead token was not confirmed: its draft was for nothing, and is no evidence."""
-    shown: list[tuple[list[int], bool]] = []
-
-    def observe(budget: object, decision: object, tree: DraftTree, path: np.ndarray, *, ends: bool = False) -> None:
-        shown.append((path.tolist(), ends))
-
-    monkeypatch.setattr(AutoBudget, "observe", observe)
-    target = MarkovTarget(vocab_size=V, seed=1)
-    made = InPlaceEngine(target, Good(target))
-    of = completion(made, PROMPT, SamplingParams(method="ddtree", max_tokens=60, seed=2, temperature=1.0))
-    of.budget = AutoBudget(make_budgets(make_profile(0.01, 0.001), 8, 3))
-    finish(Scheduler(made), [of])
-    assert len(shown) == verbs(made)["verify"]
-    assert all(path[0] == 0 for path, _ in shown)
-    unconfirmed = [path for path, ends in shown[:-1] if ends]
-    assert unconfirmed and all(path == [0] for path in unconfirmed)
-
-
-def test_chains_leave_nothing_to_foresee() -> None:
-    target = MarkovTarget(vocab_size=V, seed=1)
-    for method in ("ar", "dflash", "dflash-sample"):
-        made = InPlaceEngine(target, Good(target))
-        generate(made, PROMPT, SamplingParams(method=method, max_tokens=40, seed=3, temperature=1.0))
-        assert made.lookahead_tokens == 0

@@ -57,7 +57,7 @@ def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[tuple[str, LL
 
 
 def is_exact(llm: LLM) -> bool:
-    return llm.engine.lookahead is not None
+    return llm.engine.exact
 
 
 class Tie:

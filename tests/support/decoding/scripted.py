@@ -55,7 +55,7 @@ class ScriptedEngine:
     threads = 1
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
-    lookahead: Callable[[int, Array], None] | None = None
+    exact = False
     batches = False
 
     def __init__(

@@ -117,7 +117,9 @@ class OrtNetwork:
         if cache[0] != (layers := self.dims.num_layers):
             raise ArtifactError(f"{path} has {cache[0]} layers, the manifest says {layers}; rebuild the engine")
         rows = cpu_cache_rows(limits)
-        sizes = {_native.cache_bytes(self.dims.num_kv_heads, self.dims.head_dim, rows, half): half for half in (False, True)}
+        sizes = {
+            _native.cache_bytes(self.dims.num_kv_heads, self.dims.head_dim, rows, half): half for half in (False, True)
+        }
         expected = {names.CACHE: [cache[-1] if cache[-1] in sizes else next(iter(sizes))]}
         expected |= {name: [width] for name, width in widths.items()}
         for name, wanted in expected.items():
