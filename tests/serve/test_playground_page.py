@@ -90,7 +90,9 @@ def test_both_runs_of_a_comparison_read_the_whole_prompt(page: Page, server: Thr
 
 def test_rounds_are_played(page: Page) -> None:
     page.find("beside").click()
-    page.choose("budget", "16")  # few rounds
+    page.choose("budget", "16")
+    page.find("tokens").clear()
+    page.find("tokens").send_keys("20")  # few rounds
     page.send(QUESTION)
     page.browser.execute_script(
         "window.seen = []; new MutationObserver(() => window.seen.push(document.getElementById('place').textContent))"
