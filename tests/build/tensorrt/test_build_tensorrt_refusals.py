@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from checkpoints import make_drafter, make_pair, make_target
+from fake_cuda import cudaError_t
 from quantized import quantize
-from tensorrt_builds import DIMS, NO_DRIVER, SUCCESS, Machine, build, refused
+from tensorrt_builds import DIMS, Machine, build, refused
 
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.build.backends.base import BuilderOptions
@@ -159,17 +160,17 @@ def test_the_extra_installs_what_the_build_takes(extra: str) -> None:
 
 
 def test_no_driver(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.cudaGetDeviceCount = lambda: (NO_DRIVER, None)
+    machine.cuda.fail["cudaGetDeviceCount"] = cudaError_t.cudaErrorInsufficientDriver
     refused(tmp_path, BuildError, "cudaGetDeviceCount failed with cudaErrorInsufficientDriver", "driver")
 
 
 def test_no_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.cudaGetDeviceCount = lambda: (SUCCESS, 0)
+    machine.cuda.count = 0
     refused(tmp_path, BuildError, "CUDA sees none", "build on the machine with the GPU")
 
 
 def test_an_old_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.device.major, machine.device.minor = 7, 5
+    machine.cuda.sm = 75
     refused(tmp_path, BuildError, "compute capability 7.5, engines need 8.0 or newer")
 
 
@@ -179,7 +180,7 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     mine = {"target": "mine", "checkpoint": target, "drafter": autoregressive}
     words = ["heads of 16 values have no kernel", "use --attention native"]
     refused(tmp_path / "1", UsageError, *words, **PLUGIN, **mine)
-    machine.device.major, machine.device.minor = 8, 6
+    machine.cuda.sm = 86
     fp8: dict[str, Any] = {**mine, "checkpoint": quantize(make_target(tmp_path / "fp8", **DIMS))}
     fp8["drafter"] = make_drafter(tmp_path / "dflash", **DIMS)
     refused(tmp_path / "3", UsageError, "FP8, which needs compute capability 8.9 or newer", "has 8.6", **fp8)

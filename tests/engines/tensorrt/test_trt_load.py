@@ -134,10 +134,6 @@ def odd_slots(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     machine.edit(drafter_dims=replace(dims, num_kv_heads=1, num_heads=1), limits=replace(LIMITS, max_seq_len=63))
 
 
-def no_device(machine: Machine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(machine.cuda, "cudaGetDeviceCount", lambda: (cudaError_t.cudaSuccess, 0), raising=False)
-
-
 def autoregressive(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     machine.edit(drafter_kind="autoregressive", drafter_dims=load_manifest(machine.directory).target_dims)
 
@@ -166,7 +162,7 @@ REFUSALS = {
         lambda m, _: m.cuda.fail.update(cudaGetDeviceCount=cudaError_t.cudaErrorInsufficientDriver),
         ("a GPU of sm", "cudaErrorInsufficientDriver"),
     ),
-    "no GPU": Refusal(no_device, ("a GPU of sm", "found none")),
+    "no GPU": Refusal(set_cuda(count=0), ("a GPU of sm", "found none")),
     "another CUDA": Refusal(set_cuda(runtime=12090), ("CUDA 13.x", "found 12.9"), forms=TENSORRT),
     "an old driver": Refusal(
         set_cuda(runtime=13010, driver=12080),
