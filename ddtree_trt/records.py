@@ -1,6 +1,6 @@
 """Options in records: a frozen dataclass states each option's default, bounds and help once.
 
-`check` holds a record to them, and `commands/options/records.py` makes the options of a command of its fields.
+`check` holds a record to them, and `commands/arguments.py` makes the options of a command of its fields.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def options(record: type) -> dict[str, tuple[Option, Any, Any]]:
     return {f.name: (f.metadata["option"], types[f.name], f.default) for f in fields if "option" in f.metadata}
 
 
-def flag_of(name: str, found: Option) -> str:
+def flag_of(name: str, found: Option | None = None) -> str:
     """The option of a field: its name without the unit of seconds, or one of its own."""
-    return found.flag or f"--{name.removesuffix('_s').replace('_', '-')}"
+    return (found and found.flag) or f"--{name.removesuffix('_s').replace('_', '-')}"
 
 
 def choices(kind: Any) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ import typer
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.commands.options.common import NewestByDefault
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import NewestByDefault, with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal

@@ -7,8 +7,7 @@ from dataclasses import replace
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.commands.options.common import AsJson, EngineDirectory
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import AsJson, EngineDirectory, with_options
 from ddtree_trt.terminal import printing as terminal
 
 

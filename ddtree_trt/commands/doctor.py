@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ddtree_trt.commands.options.common import AsJson
+from ddtree_trt.commands.arguments import AsJson
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.terminal import printing as terminal
 

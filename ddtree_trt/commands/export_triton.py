@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt.commands.options.common import EngineDirectory
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import EngineDirectory, with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
 from ddtree_trt.triton import export as triton

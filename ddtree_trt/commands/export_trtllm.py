@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt.commands.options.common import EngineDirectory
+from ddtree_trt.commands.arguments import EngineDirectory
 
 
 def export_trtllm(

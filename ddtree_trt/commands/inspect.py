@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddtree_trt.commands.options.common import AsJson, EngineDirectory
+from ddtree_trt.commands.arguments import AsJson, EngineDirectory
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.terminal import printing as terminal
 

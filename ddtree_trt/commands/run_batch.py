@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.commands.options.common import NewestByDefault
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import NewestByDefault, with_options
 from ddtree_trt.commands.serve import needing
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions

@@ -77,13 +77,15 @@ class Family:
         return {"model_type": self.model_type, **sizes, **plain, **scaling, **mixture}
 
 
+_COMMON: Mapping[str, float | None] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # of all families' defaults
+
 QWEN3 = Family(
     title="dense Qwen3",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     qk_norm=True,
     qkv_bias=False,
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768},
+    defaults={**_COMMON, "head_dim": 128, "max_position_embeddings": 32768},
 )
 LLAMA = Family(
     title="Llama",
@@ -91,13 +93,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     qk_norm=False,
     qkv_bias=False,
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-    },
+    defaults={**_COMMON, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
 )
 MISTRAL = Family(
     title="Mistral",
@@ -105,13 +101,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     qk_norm=False,
     qkv_bias=False,
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 131072,
-    },
+    defaults={**_COMMON, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
     windowed=True,
 )
 QWEN2 = Family(
@@ -120,13 +110,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     qk_norm=False,
     qkv_bias=True,
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 32768,
-    },
+    defaults={**_COMMON, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
 )
 
 QWEN3_MOE = Family(
@@ -136,10 +120,9 @@ QWEN3_MOE = Family(
     qk_norm=True,
     qkv_bias=False,
     defaults={
+        **_COMMON,
         "num_key_value_heads": 4,
         "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
         "num_experts": 128,

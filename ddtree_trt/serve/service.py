@@ -14,12 +14,12 @@ from ddtree_trt.errors import MissingDependency, UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.loop import Watcher
-from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
+from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
+from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED, given_name
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import ApiError, cut, invalid
-from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, Message
 from ddtree_trt.serve.openai.tokens import TokenTexts
 from ddtree_trt.serve.options import ServeOptions
 
@@ -84,28 +84,33 @@ class Service:
         return await self.in_thread("tokenizer", self.llm.codec.encode, prompt, param=param)
 
     async def render(
-        self,
-        messages: list[dict[str, Any]],
-        chat_template_kwargs: Mapping[str, Any] | None,
-        tools: Tools | None = None,
+        self, chat: list[Message], chat_template_kwargs: Mapping[str, Any] | None, tools: Tools | None = None
     ) -> str:
         """The text of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
-        call. Raises ApiError as `encode` does."""
+        call. Raises ApiError as `encode` does, and for the name of who says a message where the template would drop it.
+        """
+        codec, given, messages = self.llm.codec, chat_template_kwargs, [message.for_template() for message in chat]
+        for place, message in enumerate(chat):
+            if message.name is not None and message.role != "tool" and not codec.takes_names:
+                param = f"messages.{place}.name"
+                text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"
+                raise ApiError(400, text, param=param, code="unsupported_parameter")
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
             raise self.too_long(f"{len(messages)} messages", "messages")
         if characters > self._max_characters:
             raise self.too_long(f"{characters} characters", "messages")
-        codec, given = self.llm.codec, chat_template_kwargs
         await self.in_thread("template", codec.check_template_kwargs, given, param="chat_template_kwargs")
         return await self.in_thread("template", codec.render, messages, given, tools, param="messages")
 
     async def in_thread(self, thread: str, work: Callable[..., _Result], *arguments: Any, param: str) -> _Result:
-        """The result of `work`, called in the given thread. Raises ApiError in place of UsageError."""
+        """The result of `work`, called in the given thread. Raises ApiError, which names `param`, for UsageError."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *arguments)
         except UsageError as error:
-            raise invalid(str(error), param) from error
+            raise _named(error, param, {STRUCTURED: param}) from error
+        except MissingDependency as error:
+            raise ApiError(400, str(error), param=param, code="unsupported_parameter") from error
 
     def too_long(self, size: str, param: str) -> ApiError:
         message = (
@@ -131,22 +136,14 @@ class Service:
         try:
             return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
         except UsageError as error:
-            raise _error_with_param(error, names, None) from error
+            raise _named(error, None, names) from error
 
-    async def compile(self, params: SamplingParams, name: str) -> None:
-        """Try the constraint that a request's output has, if any, in a thread of its own. Raises ApiError, which gives
-        the constraint `name`, with the reason why it cannot be used."""
-        grammars = self.llm.core.maker.grammars
-        if params.structured is None or grammars.passed(params.structured):
-            return
-        try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._threads["grammar"], grammars.check, params.structured
-            )
-        except UsageError as error:
-            raise _error_with_param(error, {} if name == STRUCTURED else {STRUCTURED: name}, name) from error
-        except MissingDependency as error:
-            raise ApiError(400, str(error), param=name, code="unsupported_parameter") from error
+    async def compile(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
+        """Try the constraint that a request's output has, if any. Raises ApiError, which has the reason why it cannot
+        be used, and the name by which it was given: by tools, if by none."""
+        grammars, name = self.llm.core.maker.grammars, given_name(given) or "tools"
+        if params.structured is not None and not grammars.passed(params.structured):
+            await self.in_thread("grammar", grammars.check, params.structured, param=name)
 
     def submit(
         self,
@@ -162,17 +159,17 @@ class Service:
         try:
             submission = self.llm.submit(ids, params, request_id, on_round=on_round)
         except UsageError as error:
-            raise _error_with_param(error, {}, prompt_param) from error
+            raise _named(error, prompt_param, {}) from error
         request.state.cleanup.enter_context(submission)
         return submission
 
 
-def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | None) -> ApiError:
-    """The error with its parameter, which is the first word of our texts; `other` where that word is no parameter."""
+def _named(error: UsageError, other: str | None, names: Mapping[str, str]) -> ApiError:
+    """The error with its parameter, which is the first word of our texts, or its name in `names`; `other` where that
+    word is no parameter."""
     text = str(error)
-    match = re.match(r"\w+", text)
-    name = match.group() if match else ""
-    if name in SamplingParams.__dataclass_fields__ or name in ALIASES:
-        param = names.get(name, "structured_outputs" if name == STRUCTURED else name)
+    name = re.match(r"\w*", text)[0]  # type: ignore[index]
+    if name in PARAMETERS or name in ALIASES:
+        param = {STRUCTURED: "structured_outputs", **names}.get(name, name)
         return invalid(param + text[len(name) :], param)
     return invalid(text, other)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,8 @@ from ddtree_trt.models.rope_scaling import RopeScaling
         {"plugin": {"name": "DDTreeAttention", "abi": "1"}, "backend": "tensorrt", "precision": "bf16"},
         {"backend": "tensorrt-rtx", "precision": "bf16"},
         {"golden_tau": {}, "stop_token_ids": (), "chat_template_args": {"nested": {"a": [1, None]}}},
-        {"target_dims": dataclasses.replace(DIMS, rope_theta=1000000)},
-        {
-            "target_dims": dataclasses.replace(
-                DIMS, qk_norm=False, qkv_bias=True, rope_scaling=RopeScaling("linear", 2.0)
-            )
-        },
+        {"target_dims": replace(DIMS, rope_theta=1000000)},
+        {"target_dims": replace(DIMS, qk_norm=False, qkv_bias=True, rope_scaling=RopeScaling("linear", 2.0))},
     ],
 )
 def test_round_trip(changes: dict[str, Any]) -> None:
@@ -58,7 +54,7 @@ def test_what_computes_attention() -> None:
     rtx = make_manifest(backend="tensorrt-rtx", **plans)
     assert rtx.attention == "native"
     with pytest.raises(ArtifactError, match="it names a plugin, and TensorRT for RTX takes none"):
-        parse_manifest(dataclasses.replace(rtx, plugin=plugin).to_json(), "m")
+        parse_manifest(replace(rtx, plugin=plugin).to_json(), "m")
 
 
 def test_the_command_that_rebuilds_plans() -> None:
@@ -102,11 +98,7 @@ def test_the_command_that_rebuilds_plans() -> None:
         ("target_dims.rms_norm_eps", -1.0, "m: target_dims.rms_norm_eps must be a number from"),
         ("target.sha256", "0", "m: target.sha256 must be a sha256"),
         ("target_dims.qk_norm", 1, "m: target_dims.qk_norm must be true or false, found 1"),
-        (
-            "target_dims.rope_scaling",
-            {"rope_type": "longrope"},
-            "rope_type must be 'linear', 'llama3' or 'yarn', found",
-        ),
+        ("target_dims.rope_scaling", {"rope_type": "longrope"}, "rope_type must be 'linear', 'llama3' or 'yarn'"),
         (
             "drafter_dims.rope_scaling",
             {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 5.0},
@@ -169,8 +161,7 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
-    command = rebuild_command(Path("elsewhere"), manifest)
-    assert command == (
+    assert rebuild_command(Path("elsewhere"), manifest) == (
         "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --backend onnxruntime "
         "--precision fp32 --output elsewhere --force"
     )
@@ -189,20 +180,14 @@ def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        (
-            "Qwen/Qwen3-8B",
-            "build one of that model of the Hugging Face hub with: {build} --checkpoint Qwen/Qwen3-8B --dr",
-        ),
+        ("Qwen/Qwen3-8B", "one of that model of the Hugging Face hub with: {build} --checkpoint Qwen/Qwen3-8B --dr"),
         ("README.md", "README.md is a file, and an engine directory is expected"),
         ("engines/qwen3-8b", "no engine at engines/qwen3-8b; build one with: {build} --target qwen3-8b"),
         ("engines", "engines is not an engine directory: it has no manifest.json; give one that {build} wrote"),
         ("engines/-x", "build one there with: {build} --target tiny --output engines/-x"),
         ("some where/else", "build one there with: {build} --target tiny --output 'some where/else'"),
-        (
-            "model",
-            "is a checkpoint, and an engine directory is expected; build one of it with: {build} --checkpoint model",
-        ),
-        ("m.gguf", "m.gguf is a checkpoint, and an engine directory is expected; build one of it with: {build} --ch"),
+        ("model", "{checkpoint} --checkpoint model"),
+        ("m.gguf", "m.gguf {checkpoint} --checkpoint m.gguf"),
     ],
 )
 def test_what_to_do_depends_on_what_was_given(
@@ -214,15 +199,13 @@ def test_what_to_do_depends_on_what_was_given(
         path.touch() if path.suffix else path.mkdir()
     with pytest.raises(ArtifactError) as caught:
         load_manifest(Path(given))
-    assert advice.format(build="ddtree-trt build") in str(caught.value)
+    build = "ddtree-trt build"
+    checkpoint = f"is a checkpoint, and an engine directory is expected; build one of it with: {build}"
+    assert advice.format(build=build, checkpoint=checkpoint) in str(caught.value)
 
 
 def test_no_engine(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="is not an engine directory"):
-        load_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(ArtifactError, match="is not valid JSON"):
-        load_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_bytes(b" " * (5 << 20))
-    with pytest.raises(ArtifactError, match="more than 4 MiB; rebuild the engine"):
-        load_manifest(tmp_path)
+    for data, message in ((b"\xff\xfe\xfd", "is not valid JSON"), (b" " * (5 << 20), "more than 4 MiB; rebuild the")):
+        (tmp_path / MANIFEST).write_bytes(data)
+        with pytest.raises(ArtifactError, match=message):
+            load_manifest(tmp_path)

@@ -21,7 +21,7 @@ from ddtree_trt.bench.measure import BenchResult, Outcome, Request, Run, Sample,
 from ddtree_trt.bench.prompts import BenchPrompt
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings, Case
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, install_with
 
 SETTINGS = BenchSettings("engine", budgets=("auto", 4), limit=2, max_tokens=12)
 
@@ -67,6 +67,8 @@ def test_every_case_runs_on_every_prompt_and_gives_the_text_of_ar(tiny_engine: P
     settings = replace(SETTINGS, repeats=2, temperature=temperature)
     with closing(Session(tiny_engine)) as session:
         result = measure(session, settings, engine_runs(session, settings))
+        outputs = [session.run([5] * 40, Case("ar"), max_tokens=2)[0] for _ in range(2)]
+        assert [output.metrics.cached_tokens for output in outputs] == [0, 0], "each starts cold"
     cases = ["ar", "dflash", "ddtree@auto", "ddtree@4"]
     seen = Counter((s.case, s.prompt, s.repeat) for s in result.samples)
     assert seen == {(case, f"tiny/{i}", n): 1 for case in cases for i in (0, 1) for n in (0, 1)}
@@ -197,12 +199,15 @@ def test_the_text_has_a_table_of_each_set_and_what_belongs_to_it() -> None:
     assert len({line.count("|") for line in lines[:4]}) == 1 and len({len(line) for line in lines[:4]}) == 1
 
 
-def test_a_picture_is_repeatable(tmp_path: Path) -> None:
+def test_a_picture_is_repeatable(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         report.draw(RESULT, tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     report.draw(made_up(sample("ar", "set/0", 1.0, (1,) * 20)), tmp_path / "c.svg")
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, out, err = cli("bench", tmp_path, "--plot", tmp_path / "d.png")
+    assert (code, out) == (1, "") and "pictures need matplotlib" in err and install_with("bench") in err
 
 
 # The command

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from build_faults import OldEngine, assert_refused, build_args, fingerprint
 from checkpoints import make_pair
+from gguf_files import make_gguf
 
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import load_manifest
@@ -106,8 +108,7 @@ def test_builds_that_die_at_any_moment(builder: Builder, tmp_path: Path, over: s
 # Interruptions
 
 SLOW_BUILD = """
-import re
-import signal, sys, time
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background starts with it ignored
 from ddtree_trt.build.graph.weights import WeightFile
 write, count = WeightFile._write, 0
@@ -116,7 +117,7 @@ def slow(self, key, array):
     count += 1
     if count == 20:
         print("in the middle", flush=True)
-        time.sleep(600)
+        sys.stdin.read()
     return write(self, key, array)
 WeightFile._write = slow
 from ddtree_trt.cli import main
@@ -124,33 +125,30 @@ main()
 """
 
 
-def interrupt_build(args: list[object]) -> subprocess.CompletedProcess[str]:
-    """Start a build, wait until it is in the middle of the weights, and press Ctrl-C."""
+@contextmanager
+def in_the_middle(*args: object) -> Iterator[subprocess.Popen[str]]:
+    """A build that has written some weights and waits to read all of stdin."""
+    pipe = subprocess.PIPE
     command = [sys.executable, "-c", SLOW_BUILD, *map(str, args)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in the middle\n", process.communicate()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        yield process
 
 
 def test_ctrl_c_in_the_middle_of_a_build(pair: tuple[Path, Path], old: OldEngine) -> None:
-    run = interrupt_build(build_args(pair, old.path, "--force"))
-    assert (run.returncode, run.stdout) == (130, "")
-    assert re.fullmatch(r"backend onnxruntime: [^\n]+\n", run.stderr), run.stderr
+    with in_the_middle(*build_args(pair, old.path, "--force")) as process:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch(r"backend onnxruntime: [^\n]+\n", err), err
     old.assert_untouched()
 
 
 def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Two builds at once: neither removes the other's files, and the last to end replaces nothing by accident."""
     engine = tmp_path / "engines" / "mine"
-    code = SLOW_BUILD.replace("time.sleep(600)", "sys.stdin.read()")
-    command = [sys.executable, "-c", code, *map(str, build_args(pair, engine))]
-    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **streams) as slow:
-        assert slow.stdout is not None
-        assert slow.stdout.readline() == "in the middle\n"
+    with in_the_middle(*build_args(pair, engine)) as slow:
         compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine))
         before = fingerprint(engine)
         out, err = slow.communicate(timeout=300)
@@ -173,12 +171,15 @@ print(json.dumps({"peak": peak, "written": manifest.files["weights.bin"].size}))
 
 
 @pytest.mark.slow
-def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path, form: str) -> None:
     """Against the checkpoint's bfloat16, half of what is written. VmHWM, because ru_maxrss is inherited over exec."""
     dims: dict[str, Any] = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
     pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
     weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
     assert weights > 200e6
+    if form == "gguf":
+        pair = make_gguf(pair[0], tmp_path / "model.gguf", "BF16"), pair[1]
     command = [sys.executable, "-c", MEASURE, *map(str, pair), str(tmp_path / "engine")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(run.stdout)

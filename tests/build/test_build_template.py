@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from build_faults import assert_refused, build_args
 from checkpoints import edit_json, make_drafter, make_pair, make_target
+from command_line import Cli
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -17,7 +21,6 @@ from ddtree_trt.artifact.template_arguments import (
 )
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.cli import app
 from ddtree_trt.errors import CheckpointError, UsageError
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -60,31 +63,18 @@ def test_an_argument_reaches_every_prompt(pair: tuple[Path, Path], tmp_path: Pat
     assert encoded == {"default": [5, 7], "off": [5, 7, 8, 9], "on": [5, 7]}
 
 
-def test_on_the_command_line(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_command_line(pair: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
     engine = tmp_path / "engine"
-    build = [
-        "build",
-        "--target",
-        "mine",
-        "--checkpoint",
-        *map(str, (pair[0], "--drafter", pair[1], "--output", engine)),
-    ]
-    argument = ["--chat-template-arg", "enable_thinking=false"]
-    assert not app([*build, *argument, "--no-profile"], standalone_mode=False)
-    built = capsys.readouterr().out.splitlines()
-    assert len(built) == 2 and built[1] == f"next: ddtree-trt run {engine}"
-    assert not app(["inspect", str(engine)], standalone_mode=False)
-    assert "enable_thinking False" in capsys.readouterr().out
-    assert " ".join(argument) in rebuild_command(engine, load_manifest(engine))
+    build, argument = build_args(pair, engine, "--no-profile", "--force"), "--chat-template-arg enable_thinking=false"
+    status, out, _ = cli(*build, *argument.split())
+    assert status == 0 and out.splitlines()[1:] == [f"next: ddtree-trt run {engine}"]
+    assert "enable_thinking False" in cli("inspect", engine)[1]
+    assert argument in rebuild_command(engine, load_manifest(engine))
     # Without it, one line says which mode a chat runs in.
-    assert not app([*build, "--no-profile", "--force"], standalone_mode=False)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and "thinking" in lines[1] and " ".join(argument) in lines[1]
-    assert (
-        app([*build, "--no-profile", "--force", "--chat-template-arg", "enable_thinkin=false"], standalone_mode=False)
-        == 2
-    )
-    assert "no such variable; it has enable_thinking" in capsys.readouterr().err
+    status, _, err = cli(*build)
+    assert status == 0 and len(err.splitlines()) == 2 and "thinking" in err and argument in err
+    misspelled = cli(*build, "--chat-template-arg", "enable_thinkin=false")
+    assert_refused(misspelled, 2, "no such variable; it has enable_thinking")
     assert load_manifest(engine).chat_template_args == {}
 
 
@@ -101,10 +91,7 @@ def test_no_note_where_it_would_mean_nothing(pair: tuple[Path, Path], tmp_path: 
     ("given", "arguments"),
     [
         (["enable_thinking=false"], {"enable_thinking": False}),
-        (
-            ['effort="high"', "n=3", 'x={"a": [1]}', "empty=null"],
-            {"effort": "high", "n": 3, "x": {"a": [1]}, "empty": None},
-        ),
+        (['e="high"', "n=3", 'x={"a": [1]}', "y=null"], {"e": "high", "n": 3, "x": {"a": [1]}, "y": None}),
         ([], {}),
     ],
 )
@@ -155,13 +142,9 @@ def test_arguments_that_would_change_nothing(
     assert not (tmp_path / "engine").exists()
 
 
-def source(directory: Path) -> Source:
-    return Source(str(directory), CheckpointError, "fetch the tokenizer again")
-
-
-class Tokenizer:
-    def __init__(self, template: object) -> None:
-        self.chat_template = template
+def variables_of(template: object) -> set[str] | None:
+    source = Source("tokenizer", CheckpointError, "fetch the tokenizer again")
+    return template_variables(SimpleNamespace(chat_template=template), source)
 
 
 @pytest.mark.parametrize(
@@ -184,33 +167,25 @@ class Tokenizer:
         (None, None),
     ],
 )
-def test_variables_of_a_template(template: object, variables: set[str] | None, tmp_path: Path) -> None:
-    assert template_variables(Tokenizer(template), source(tmp_path)) == variables
+def test_variables_of_a_template(template: object, variables: set[str] | None) -> None:
+    assert variables_of(template) == variables
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% if %}",
-        "{{ " + "(" * 50_000,
-        "{{ " + "1+" * 20_000 + "1 }}",
-        "{% unknown %}",
-        ["a list"],
-        {"default": 5},
-    ],
-    ids=["syntax", "parentheses", "sum", "tag", "list", "number"],
-)
-def test_templates_that_are_none(template: object, tmp_path: Path) -> None:
+ENDLESS = "{{ " + "(" * 50_000, "{{ " + "1+" * 20_000 + "1 }}"
+
+
+@pytest.mark.parametrize("template", ["{% if %}", *ENDLESS, "{% unknown %}", ["a list"], {"default": 5}], ids=range(6))
+def test_templates_that_are_none(template: object) -> None:
     with pytest.raises(CheckpointError, match="the chat template cannot be parsed") as caught:
-        template_variables(Tokenizer(template), source(tmp_path))
+        variables_of(template)
     assert len(str(caught.value)) < 600
 
 
-def test_a_template_without_end_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE)), source(tmp_path)) == {"x"}
+def test_a_template_without_end_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert variables_of("{{ x }}".ljust(MAX_TEMPLATE)) == {"x"}
     monkeypatch.setattr("jinja2.Environment.parse", None)
     with pytest.raises(CheckpointError, match="has 262145 characters, at most 262144 are supported; fetch the token"):
-        template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE + 1)), source(tmp_path))
+        variables_of("{{ x }}".ljust(MAX_TEMPLATE + 1))
 
 
 def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,37 +193,22 @@ def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, m
     target, drafter = make_target(tmp_path / "t"), make_drafter(tmp_path / "d")
     (target / "chat_template.jinja").write_text(TEMPLATE)
     for given, stored in (({}, {"enable_thinking": False}), ({"enable_thinking": True}, {"enable_thinking": True})):
-        asked = BuildRequest(
-            target="qwen3-8b",
-            checkpoint=target,
-            drafter=drafter,
-            output=tmp_path / "e",
-            force=True,
-            chat_template_args=given,
-        )
+        asked = replace(request((target, drafter), tmp_path / "e", **given), target="qwen3-8b")
         manifest = compile_engine(asked)
         assert manifest.chat_template_args == stored
         preset = PRESETS["qwen3-8b"]
         assert (manifest.golden_tau, manifest.limits.max_batch) == (preset.golden_tau, preset.limits.max_batch)
     (target / "chat_template.jinja").unlink()
-    assert compile_engine(BuildRequest(**{**vars(asked), "chat_template_args": {}})).chat_template_args
+    assert compile_engine(replace(asked, chat_template_args={})).chat_template_args
 
 
 # The tokenizer is loaded before anything is written
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"type": "abacus", "vocab": {}}}, "no usable tokenizer"),
-        ({"pre_tokenizer": {"type": "x"}}, "no usable tokenizer"),
-    ],
-)
-def test_tokenizers_that_do_not_load(
-    pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize("changes", [{"model": {"type": "abacus", "vocab": {}}}, {"pre_tokenizer": {"type": "x"}}])
+def test_tokenizers_that_do_not_load(pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any]) -> None:
     edit_json(pair[0] / "tokenizer.json", **changes)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointError, match="no usable tokenizer") as caught:
         compile_engine(request(pair, tmp_path / "engine"))
     assert str(caught.value).isprintable()
     assert not (tmp_path / "engine").exists()

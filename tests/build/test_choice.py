@@ -84,34 +84,18 @@ def machine(description: str) -> Survey:
         ("h200 trt driver550", "onnxruntime", "driver must be 580 or newer, and this one is for CUDA 12.4"),
         ("h200 trt nodriver", "onnxruntime", "and libcuda.so.1 is not found"),
         ("h200 torch12 kernels driver550", "onnxruntime", "for tensorrt: NVIDIA's driver must be 580"),
-        (
-            "rtx4090",
-            "onnxruntime",
-            "run in a checkout of ddtree-trt: pip install --editable '.[tensorrt-rtx]'",
-        ),
-        (
-            "rtx4090 rtx",
-            "tensorrt-rtx",
-            "TensorRT for RTX 1.7.1 and the NVIDIA GeForce RTX 4090 (compute capability 8.9)",
-        ),
+        ("rtx4090", "onnxruntime", "run in a checkout of ddtree-trt: pip install --editable '.[tensorrt-rtx]'"),
+        ("rtx4090 rtx", "tensorrt-rtx", "for RTX 1.7.1 and the NVIDIA GeForce RTX 4090 (compute capability 8.9)"),
         ("rtx4090 nocuda", "onnxruntime", "for tensorrt-rtx: cuda.bindings.runtime is not installed"),
         ("rtx4090 trt rtx", "tensorrt", "TensorRT 11.4.0.106"),
         ("rtx4090 torch kernels", "torch", "for tensorrt-rtx: tensorrt_rtx is not installed"),
-        (
-            "rtx4090 rtx torch kernels driver550",
-            "onnxruntime",
-            "for tensorrt-rtx: NVIDIA's driver must be 580 or newer",
-        ),
+        ("rtx4090 rtx torch kernels driver550", "onnxruntime", "for tensorrt-rtx: NVIDIA's driver must be 580"),
         ("rtx4090 oldrtx", "onnxruntime", "for tensorrt-rtx: TensorRT for RTX must be 1.7 or newer below 2, not 1.6.0"),
         ("a100 rtx", "tensorrt-rtx", "NVIDIA A100"),
         ("spark rtx", "tensorrt-rtx", "NVIDIA GB10 (compute capability 12.1)"),
         ("t4 trt rtx", "onnxruntime", "for tensorrt: the GPU's compute capability must be 8.0 or newer, not 7.5"),
         ("t4 torch kernels", "onnxruntime", "for tensorrt: the GPU's compute capability must be 8.0 or newer, not 7.5"),
-        (
-            "gtx1080 trt rtx torch kernels",
-            "onnxruntime",
-            "the GPU's compute capability must be 8.0 or newer, not 6.1",
-        ),
+        ("gtx1080 trt rtx torch kernels", "onnxruntime", "compute capability must be 8.0 or newer, not 6.1"),
         ("nameless trt", "onnxruntime", "for tensorrt: the GPU's compute capability must be known: install nvidia-smi"),
         ("gtx1080 h200 trt", "onnxruntime", "not 6.1"),
     ],
@@ -121,7 +105,7 @@ def test_machines(description: str, backend: BackendName, words: str) -> None:
     assert choice.backend == backend
     assert choice.reason.startswith(f"backend {backend}: ") and words in choice.reason
     assert "\n" not in choice.reason
-    if backend == "tensorrt" or words.startswith("TensorRT for RTX"):
+    if backend == "tensorrt" or words.startswith("for RTX"):
         assert "; for " not in choice.reason  # there is no better one
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,27 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from checkpoints import STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_target, make_tokenizer, random_weights
+from checkpoints import (
+    BY_SWITCHES,
+    STOP_TOKEN,
+    TARGET_DIMS,
+    make_drafter,
+    make_pair,
+    make_target,
+    make_tokenizer,
+    random_weights,
+)
+from safetensors.torch import load_file
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import LOCAL, SCHEMA_VERSION, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.artifact.weight_layout import stored_weights
+from ddtree_trt.build.backends.torch import backend as torch_build
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.choice import resolve_precision
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
 from ddtree_trt.drafters.dflash.dims import DFlashDims
@@ -26,9 +42,9 @@ from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
 
 
-def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
+def build(pair: tuple[Path, Path], engine: Path, progress: Progress = no_progress, **options: Any) -> Manifest:
     request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine, **options)
-    manifest = compile_engine(request)
+    manifest = compile_engine(request, progress)
     assert load_manifest(engine) == manifest
     verify_files(engine, manifest)
     return manifest
@@ -45,9 +61,7 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "pair", dtype="bf16")
     calls: list[tuple[str, int, int]] = []
     engine = tmp_path / "engine"
-    request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine, max_batch=2)
-    manifest = compile_engine(request, lambda *call: calls.append(call))
-    assert manifest == load_manifest(engine)
+    manifest = build(pair, engine, lambda *call: calls.append(call), max_batch=2)
     assert (manifest.name, manifest.backend, manifest.precision) == ("mine", "onnxruntime", "fp32")
     assert (manifest.product_version, manifest.schema_version) == (__version__, SCHEMA_VERSION)
     assert manifest.target == load_checkpoint(pair[0]).identify()
@@ -73,8 +87,7 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
 def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: str) -> None:
     pair = make_pair(tmp_path / "pair", tied=tied, dtype=dtype)
     build(pair, tmp_path / "engine")
-    target = initialisers(tmp_path / "engine" / artifact.TARGET_GRAPH)
-    drafter = initialisers(tmp_path / "engine" / artifact.DRAFTER_GRAPH)
+    target, drafter = (initialisers(tmp_path / "engine" / g) for g in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH))
     shared = [EMBEDDING] if tied else [EMBEDDING, "lm_head"]
     assert sorted(target.keys() & drafter.keys()) == sorted(shared)
     data = (tmp_path / "engine" / artifact.WEIGHTS).read_bytes()
@@ -91,9 +104,8 @@ def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: 
     stored = np.frombuffer(data[offset : offset + length], np.float32).reshape(TARGET_DIMS.vocab_size, -1)
     np.testing.assert_array_equal(stored, load_checkpoint(pair[0]).tensor(EMBEDDING))
     if dtype == "fp32":
-        np.testing.assert_array_equal(
-            stored, random_weights(language_model_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
-        )
+        written = random_weights(language_model_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
+        np.testing.assert_array_equal(stored, written)
     for graph in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH):
         ort.InferenceSession(tmp_path / "engine" / graph, providers=["CPUExecutionProvider"])
 
@@ -115,8 +127,7 @@ def test_autoregressive_drafter(tmp_path: Path) -> None:
     manifest = build(pair, tmp_path / "engine")
     assert manifest.drafter_kind == "autoregressive" and manifest.drafter_dims.hidden_size == 16
     assert "taps" not in manifest.tensors["target"]["outputs"] + manifest.tensors["drafter"]["outputs"]
-    target = initialisers(tmp_path / "engine" / artifact.TARGET_GRAPH)
-    drafter = initialisers(tmp_path / "engine" / artifact.DRAFTER_GRAPH)
+    target, drafter = (initialisers(tmp_path / "engine" / g) for g in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH))
     assert not target.keys() & drafter.keys()
 
 
@@ -155,27 +166,14 @@ def test_names_and_destinations(tmp_path: Path) -> None:
 
 
 def test_weight_file(tmp_path: Path) -> None:
-    made = []
-
-    def make(name: str, array: np.ndarray) -> Any:
-        def read() -> np.ndarray:
-            made.append(name)
-            return array
-
-        return read
-
-    arrays = {
-        "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "transposed": np.arange(6, dtype=np.float32).reshape(2, 3).T,
-        "scalar": np.array(3, np.float32),
-        "empty": np.zeros((0, 4), np.float32),
-    }
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
+    empty = np.zeros((0, 4), np.float32)
+    arrays = {"matrix": matrix, "transposed": matrix.T, "scalar": np.array(3, np.float32), "empty": empty}
     with WeightFile(tmp_path / "weights.bin") as sink:
-        tensors = {name: sink.add(name, make(name, array)) for name, array in arrays.items()}
-        again = sink.add("matrix", make("again", arrays["matrix"]))
+        tensors = {name: sink.add(name, partial(np.array, array)) for name, array in arrays.items()}
+        again = sink.add("matrix", lambda: pytest.fail("it was made again"))
         assert again == tensors["matrix"] and again is not tensors["matrix"]
         assert sink.size == sum(a.nbytes for a in arrays.values())
-    assert made == list(arrays)
     for name, tensor in tensors.items():
         got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path))
         np.testing.assert_array_equal(got, arrays[name])
@@ -204,3 +202,60 @@ def test_large_arrays_are_written_in_blocks(tmp_path: Path) -> None:
         sink.add("a", lambda: array)
     assert len(calls) == 4 and calls[-1] == array.nbytes
     np.testing.assert_array_equal(np.fromfile(tmp_path / "w", np.float32), array)
+
+
+# The file of the torch backend
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash-untied", "autoregressive", *BY_SWITCHES])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) -> None:
+    """Every tensor of both checkpoints, once, in the engine's precision, joined where the layout joins; a block
+    drafter's in bf16 where that is fp16."""
+    if kind in BY_SWITCHES:
+        pair = make_pair(tmp_path, family=BY_SWITCHES[kind])
+    elif kind == "autoregressive":
+        pair = make_target(tmp_path / "t"), make_target(tmp_path / "d", tied=False, num_layers=1, tokenizer=False)
+    else:
+        pair = make_pair(tmp_path, tied=kind == "dflash")
+    manifest = build(pair, tmp_path / "engine", backend="torch", precision=precision)
+    assert (manifest.backend, manifest.precision, manifest.tensors) == ("torch", precision, {})
+    stored = load_file(tmp_path / "engine" / artifact.TORCH_WEIGHTS)
+    checkpoints = {"target": load_checkpoint(pair[0]), "drafter": load_checkpoint(pair[1])}
+    layout = stored_weights(
+        manifest.target_dims,
+        manifest.drafter_dims,
+        target_tied=checkpoints["target"].tie_word_embeddings,
+        drafter_tied=checkpoints["drafter"].tie_word_embeddings,
+    )
+    assert sorted(stored) == sorted(w.name for w in layout)
+    used = Counter((w.network, s) for w in layout for s in w.sources)
+    assert used == Counter((n, s) for n, c in checkpoints.items() for s in c.tensors)
+    for weight in layout:
+        parts = [torch.tensor(checkpoints[weight.network].tensor(s)) for s in weight.sources]
+        in_bf16 = precision == "fp16" and weight.network == "drafter" and kind != "autoregressive"
+        expected = torch.cat(parts).view(weight.shape).to(torch.bfloat16 if in_bf16 else DTYPES[precision])
+        assert torch.equal(stored[weight.name], expected), weight.name
+
+
+def test_weights_too_large_for_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(tmp_path)
+    checkpoint = type(load_checkpoint(pair[0]))
+    tensor = checkpoint.tensor
+    monkeypatch.setattr(checkpoint, "tensor", lambda self, name: tensor(self, name) * 1e6)
+    with pytest.raises(BuildError, match=r"embed_tokens.weight has weights up to .*fp16 cannot hold.*--precision bf16"):
+        build(pair, tmp_path / "engine", backend="torch", precision="fp16")
+    assert not (tmp_path / "engine").exists()
+    assert build(pair, tmp_path / "engine", backend="torch", precision="bf16").precision == "bf16"
+
+
+def test_auto_is_bf16_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, precision in ((False, "fp32"), (True, "bf16")):
+        control = tmp_path / f"nvidiactl-{there}"
+        if there:
+            control.touch()
+        monkeypatch.setattr(torch_build, "_GPU_CONTROL", control)
+        assert resolve_precision(torch_build.TorchBuild(), "auto") == precision

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,67 +85,58 @@ def test_manifests_of_other_graphs(engine: Path, changes: dict[str, Any], messag
 
 
 def test_memory_that_is_not_there(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("Unable to allocate 8.00 PiB")
+    monkeypatch.setattr("ddtree_trt.runtime.engines.passes.np.zeros", refusing(MemoryError("cannot have 8.00 PiB")))
+    assert "did not get it (cannot have 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
 
-    monkeypatch.setattr("ddtree_trt.runtime.engines.passes.np.zeros", refuse)
-    assert "did not get it (Unable to allocate 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
+
+def refusing(error: Exception) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return refuse
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[OrtEngine]:
+    """The engines that were closed."""
+    closed: list[OrtEngine] = []
+    close = OrtEngine.close
+
+    def record(engine: OrtEngine) -> None:
+        closed.append(engine)
+        close(engine)
+
+    monkeypatch.setattr(OrtEngine, "close", record)
+    return closed
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "memory"),
     [
-        "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore",
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore", True),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: an illegal memory access was encountered", False),
     ],
 )
-def test_memory_that_is_not_there_for_the_first_passes(
-    engine: Path, monkeypatch: pytest.MonkeyPatch, text: str
+def test_first_passes_that_fail(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, closed: list[OrtEngine], text: str, memory: bool
 ) -> None:
-    closed: list[object] = []
-
-    def refuse(self: OrtEngine, progress: object) -> None:
-        raise RuntimeError(text)
-
-    monkeypatch.setattr(OrtEngine, "warm_up", refuse)
-    monkeypatch.setattr(OrtEngine, "close", lambda self: closed.append(self))
-    with pytest.raises(ArtifactError, match=r"needs about .* GB of memory and did not get it .*--max-batch") as refused:
+    """For want of memory with what to do about it; another failure stays itself."""
+    monkeypatch.setattr(OrtEngine, "warm_up", refusing(RuntimeError(text)))
+    words = r"needs about .* GB of memory and did not get it .*--max-batch" if memory else "illegal memory access"
+    with pytest.raises(ArtifactError if memory else RuntimeError, match=words) as refused:
         open_engine(engine, warm=True)
     assert text.splitlines()[0] in str(refused.value) and "More" not in str(refused.value)
-    assert len(closed) == 1
-
-
-def test_a_failure_of_the_first_passes_stays_itself(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[object] = []
-
-    def refuse(self: OrtEngine, progress: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(OrtEngine, "warm_up", refuse)
-    monkeypatch.setattr(OrtEngine, "close", lambda self: closed.append(self))
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        open_engine(engine, warm=True)
     assert len(closed) == 1
 
 
 @pytest.mark.parametrize("made", [LLM, AsyncLLM])
 @pytest.mark.parametrize("part", ["TextCodec", "RequestMaker", "Scheduler"])
 def test_what_cannot_be_made_closes_its_engine(
-    engine: Path, monkeypatch: pytest.MonkeyPatch, made: type[LLM] | type[AsyncLLM], part: str
+    engine: Path, monkeypatch: pytest.MonkeyPatch, closed: list[OrtEngine], made: Any, part: str
 ) -> None:
-    closed: list[object] = []
-    close = OrtEngine.close
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("refused")
-
-    def record(self: OrtEngine) -> None:
-        closed.append(self)
-        close(self)
-
-    monkeypatch.setattr(core, part, refuse)
-    monkeypatch.setattr(OrtEngine, "close", record)
+    monkeypatch.setattr(core, part, refusing(ValueError("refused")))
     with pytest.raises(ValueError, match="refused"):
         made(engine)
     assert len(closed) == 1
@@ -171,18 +163,14 @@ def test_strings_of_a_manifest_are_escaped_and_quoted(engine: Path, capsys: pyte
 
 
 def test_links_in_an_engine_are_only_as_good_as_what_they_lead_to(engine: Path, tmp_path: Path) -> None:
-    text, moved = engine / "tokenizer.json", tmp_path / "moved"
-    text.rename(moved)
-    text.symlink_to(moved)
+    text, weights = engine / "tokenizer.json", engine / WEIGHTS
+    text.symlink_to(text.rename(tmp_path / "moved"))
     open_engine(engine).close()
-    weights = engine / WEIGHTS
     (tmp_path / "other").write_bytes(bytes(weights.stat().st_size))
-    weights.unlink()
-    weights.symlink_to(tmp_path / "other")
-    assert f"{WEIGHTS} is damaged: its sha256 differs" in refusal(engine)
-    weights.unlink()
-    weights.symlink_to("/dev/zero")
-    assert f"{WEIGHTS} is missing" in refusal(engine)
+    for place, words in ((tmp_path / "other", "is damaged: its sha256 differs"), (Path("/dev/zero"), "is missing")):
+        weights.unlink()
+        weights.symlink_to(place)
+        assert f"{WEIGHTS} {words}" in refusal(engine)
     weights.unlink()
     os.mkfifo(weights)  # nobody will ever write to it
     assert f"{WEIGHTS} is missing" in refusal(engine)

@@ -13,8 +13,6 @@ from ddtree_trt.build import directory as writer
 from ddtree_trt.build.directory import atomic_directory, prepare_destination
 from ddtree_trt.errors import BuildError
 
-# The atomic directory
-
 
 def write_engine(destination: Path, content: str, *, force: bool = False) -> None:
     with atomic_directory(destination, force=force) as temporary:
@@ -102,12 +100,8 @@ def test_a_failed_exchange_puts_the_old_engine_back(tmp_path: Path, monkeypatch:
 
 
 def test_leftovers_of_killed_builds_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    stale = tmp_path / ".engine.tmp-4711-00ff"
-    others = [
-        tmp_path / ".engine.tmp-4712-00ff",  # a build that is running
-        tmp_path / ".engine2.tmp-4711-00ff",  # of another name
-        tmp_path / ".engine.tmp-note",
-    ]
+    stale = tmp_path / ".engine.tmp-4711-00ff"  # below: a build that is running, of another name, none of ours
+    others = [tmp_path / name for name in (".engine.tmp-4712-00ff", ".engine2.tmp-4711-00ff", ".engine.tmp-note")]
     for path in (stale, *others):
         path.mkdir()
         (path / "data").write_text("x")

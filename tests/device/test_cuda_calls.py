@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_cuda import FakeCuda, cudaError_t
 
 from ddtree_trt.device.libraries import (
     call,
@@ -19,48 +20,33 @@ from ddtree_trt.device.libraries import (
 )
 from ddtree_trt.errors import EngineError, MissingDependency
 
-SUCCESS, BROKEN = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorNoDevice")
 
-
-def api(**functions: Any) -> Any:
-    """A CUDA runtime of a known machine; `functions` takes the place of its own."""
-    known = {
-        "cudaError_t": SimpleNamespace(cudaSuccess=SUCCESS),
-        "cudaGetErrorString": lambda status: (SUCCESS, b"no CUDA-capable device is detected"),
-        "cudaGetDeviceCount": lambda: (SUCCESS, 1),
-        "cudaGetDevice": lambda: (SUCCESS, 0),
-        "cudaGetDeviceProperties": lambda index: (SUCCESS, SimpleNamespace(name=b"H100\0\0", major=9, minor=0)),
-        "cudaRuntimeGetVersion": lambda: (SUCCESS, 13010),
-        "cudaDriverGetVersion": lambda: (SUCCESS, 12080),
-    }
-    return SimpleNamespace(**{**known, **functions})
-
-
-def test_a_call_returns_what_is_beside_the_status() -> None:
-    functions = {"none": lambda: (SUCCESS,), "one": lambda x: (SUCCESS, x), "two": lambda: (SUCCESS, 1, 2)}
-    cuda = api(**functions)
-    assert (call(cuda, "none"), call(cuda, "one", 7), call(cuda, "two")) == (None, 7, (1, 2))
+@pytest.mark.parametrize(("found", "returned"), [((), None), ((7,), 7), ((1, 2), (1, 2))])
+def test_a_call_returns_what_is_beside_the_status(found: tuple[int, ...], returned: Any) -> None:
+    api = SimpleNamespace(cudaError_t=cudaError_t, function=lambda *given: (cudaError_t.cudaSuccess, *found))
+    assert call(api, "function", 5) == returned
 
 
 @pytest.mark.parametrize("text", [b"no CUDA-capable device is detected", "no CUDA-capable device is detected"])
-def test_a_refusal_names_function_status_and_reason(text: bytes | str) -> None:
-    cuda = api(cudaGetDeviceCount=lambda: (BROKEN, None), cudaGetErrorString=lambda status: (SUCCESS, text))
+def test_a_refusal_names_function_status_and_reason(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    cuda.fail["cudaGetDeviceCount"] = cudaError_t.cudaErrorNoDevice
+    monkeypatch.setattr(FakeCuda, "cudaGetErrorString", lambda self, status: text)
     with pytest.raises(EngineError) as caught:
         current_gpu(cuda)
     assert str(caught.value) == "cudaGetDeviceCount failed with cudaErrorNoDevice: no CUDA-capable device is detected"
 
 
-def test_the_current_gpu() -> None:
-    gpu = current_gpu(api())
+def test_the_current_gpu_and_versions_as_they_are_written() -> None:
+    cuda = FakeCuda(sm=90)
+    cuda.name, cuda.runtime, cuda.driver = "H100\0\0", 13010, 12080
+    gpu, versions = current_gpu(cuda), cuda_versions(cuda)
     assert gpu is not None
     assert (gpu.name, gpu.major, gpu.minor, gpu.sm) == ("H100", 9, 0, 90)
-    assert current_gpu(api(cudaGetDeviceCount=lambda: (SUCCESS, 0))) is None
-
-
-def test_versions_as_they_are_written() -> None:
-    versions = cuda_versions(api())
     assert (versions.runtime, versions.driver) == ("13.1", "12.8")
     assert version_text(13000) == "13.0"
+    cuda.count = 0
+    assert current_gpu(cuda) is None
 
 
 def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pacing import wait_for
 from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
@@ -115,10 +114,3 @@ def test_answers_say_that_the_machine_was_busy(
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     parts = events(server, max_tokens=4)
     assert all(part["busy"] is None if says is None else part["busy"].startswith(says) for part in parts)
-
-
-def test_a_reader_that_leaves_frees_the_slot(server: ThreadServer) -> None:
-    body = {"messages": MESSAGES, "method": "ar", "max_tokens": 1900, "ignore_eos": True}
-    with server.http.stream("POST", "/playground/rounds", json=body) as answer:
-        next(answer.iter_text())
-    wait_for(lambda: server.idle and server.llm.running == 0)

@@ -38,7 +38,7 @@ ROUND_S = 0.02
 
 @pytest.fixture(scope="module")
 def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, round_s=ROUND_S, max_waiting=2) as server:
+    with thread_server(tiny_engine, round_s=ROUND_S, max_waiting=2, playground=True) as server:
         yield server
 
 
@@ -51,44 +51,55 @@ def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
     assert figures["vllm:num_requests_running"] == figures["vllm:num_requests_waiting"] == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_dropped_connection_frees_its_slot_within_a_round(server: ThreadServer, stream: bool) -> None:
-    connection = server.raw(long_chat(stream=stream))
-    wait_for(lambda: server.llm.running == 1)
-    if stream:
+STREAMS = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
+LEAVING: list[tuple[str, bytes, int]] = [
+    ("/v1/chat/completions", long_chat(stream=True), 1),
+    ("/v1/chat/completions", long_chat(), 1),
+    ("/v1/completions", json.dumps(STREAMS).encode(), 4),
+    ("/playground/rounds", long_chat(), 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "sequences"), LEAVING, ids=["stream", "whole", "choices", "playground"])
+def test_a_dropped_connection_frees_its_slots_within_a_round(
+    server: ThreadServer, path: str, body: bytes, sequences: int
+) -> None:
+    connection = server.raw(body, path)
+    wait_for(lambda: server.llm.running == sequences)
+    if path == "/playground/rounds" or b'"stream": true' in body:
         assert b"200 OK" in connection.recv(4096)
     server.passes.hold()
     wait_for(lambda: server.passes.held)
-    begun = server.passes.begun
+    begun, aborted = server.passes.begun, 'vllm:request_success_total{finished_reason="abort"}'
+    before = server.figures().get(aborted, 0)
     connection.close()
     wait_for(lambda: server.idle)  # the server has seen it
     server.passes.release()
     wait_for(lambda: server.llm.running == 0)
     assert server.passes.begun == begun, "no round after the one under way"
-    wait_for(lambda: server.figures().get('vllm:request_success_total{finished_reason="abort"}', 0) >= 1)
+    wait_for(lambda: server.figures()[aborted] == before + sequences)
 
 
-def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: ThreadServer) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("half", [False, True], ids=["at once", "after the end of what it sends"])
+def test_a_client_that_leaves_while_it_waits_is_gone(server: ThreadServer, stream: bool, half: bool) -> None:
     held = hold(server, server.llm.slots)
-    waiting = server.raw(long_chat())
+    connection = server.raw(long_chat(stream=stream))
     wait_for(lambda: server.llm.waiting == 1)
-    waiting.close()
+    if half:
+        connection.shutdown(socket.SHUT_WR)
+        assert server.http.get("/health").status_code == 200
+    connection.close()
     wait_for(lambda: server.llm.waiting == 0)
     assert server.llm.running == server.llm.slots
     release(held)
-    wait_for(lambda: server.idle)
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_leaves_nothing(server: ThreadServer) -> None:
     half = server.raw(b"")
     half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     wait_for(lambda: not server.idle)
     half.close()
-
-
-def test_a_client_that_leaves_a_stream_of_many_choices(server: ThreadServer) -> None:
-    body = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
-    with server.http.stream("POST", "/v1/completions", json=body) as r:
-        lines = r.iter_lines()  # kept: one that is thrown away closes the connection
-        next(lines)
-        wait_for(lambda: server.llm.running == 4)
 
 
 # Wide answers fill the socket's buffers soon: about a megabyte, of which the client reads nothing at first.
@@ -328,19 +339,6 @@ def test_a_client_that_sends_no_more_gets_its_answer(server: ThreadServer, strea
         assert b"[DONE]" in answer
     else:
         assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 20
-
-
-def test_a_client_that_sends_no_more_and_then_leaves_is_gone(server: ThreadServer) -> None:
-    for stream in (True, False):
-        held = hold(server, server.llm.slots)
-        connection = server.raw(long_chat(stream=stream))
-        wait_for(lambda: server.llm.waiting == 1)
-        connection.shutdown(socket.SHUT_WR)
-        assert server.http.get("/health").status_code == 200
-        connection.close()
-        wait_for(lambda: server.llm.waiting == 0)
-        release(held)
-        wait_for(lambda: server.llm.running == 0)
 
 
 @pytest.mark.parametrize("loop", ["installed", "asyncio"])  # uvloop comes with Ray

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,39 @@ import pytest
 from dictation import LLAMA3, OPENS_THINKING, QWEN3, QWEN3_CODER, Dictation, with_template
 from serving import ThreadServer, thread_server
 
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-CLOCK: Any = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
+
+
+def tool(name: str, parameters: dict[str, Any], **fields: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+WEATHER, CLOCK = tool("get_weather", SCHEMA, description="Weather of a city"), tool("clock", NOTHING)
+BOTH = [WEATHER, CLOCK]
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 CITY = 'Zü"rich\n🙂'
 ARGUMENTS = {"city": CITY, "days": 3}
 TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {TEXT}}}\n</tool_call>'
+XML = (
+    f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+BARE = f'{{"name": "get_weather", "parameters": {TEXT}}}'
+# A template, special tokens by those that they replace, and a call as the family's models write it.
+FAMILIES: dict[str, tuple[str, dict[str, str], str]] = {
+    "qwen": (QWEN3, {}, HERMES),
+    "coder": (QWEN3_CODER, {}, XML),
+    "llama": (LLAMA3, {"<|pad|>": "<|python_tag|>"}, BARE),
+    "thinker": (OPENS_THINKING, {"<|pad|>": "</think>", "<|mask|>": "<tool_call>"}, HERMES),
+}
+OFF: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
 
 
 @dataclass
@@ -55,6 +70,15 @@ class Chat:
         return [chunk.choices[0] for chunk in stream]
 
 
+def called(choice: Any) -> list[tuple[str, Any]]:
+    """The calls of a choice."""
+    return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+
+
+def said(chunks: list[Any], field: str = "content") -> str:
+    return "".join(getattr(c.delta, field, None) or "" for c in chunks)
+
+
 @contextmanager
 def chat_with(engine: Path, **options: Any) -> Iterator[Chat]:
     with (
@@ -64,131 +88,125 @@ def chat_with(engine: Path, **options: Any) -> Iterator[Chat]:
         yield Chat(server, client, Dictation(server.llm.engine, server.llm.codec))
 
 
-def engine_with(template: str, name: str, **special: str) -> Any:
-    @pytest.fixture(scope="module", name=name)
-    def fixture(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
-        rename = {f"<|{old}|>": new for old, new in special.items()}
-        engine = with_template(tiny_engine, tmp_path_factory.mktemp(name) / "engine", template, rename)
-        with chat_with(engine) as chat:
-            yield chat
+@pytest.fixture(scope="module")
+def chats(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Chat]]:
+    """A chat by family."""
+    with ExitStack() as stack:
 
-    return fixture
+        @cache
+        def open_chat(family: str) -> Chat:
+            template, special, _ = FAMILIES[family]
+            engine = with_template(tiny_engine, tmp_path_factory.mktemp(family) / "engine", template, special)
+            return stack.enter_context(chat_with(engine))
 
-
-qwen = engine_with(QWEN3, "qwen")
-coder = engine_with(QWEN3_CODER, "coder")
-llama = engine_with(LLAMA3, "llama", pad="<|python_tag|>")  # a special token, as Llama's own
-thinker = engine_with(OPENS_THINKING, "thinker", pad="</think>", mask="<tool_call>")
-
-HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {TEXT}}}\n</tool_call>'
-XML = (
-    f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-BARE = f'{{"name": "get_weather", "parameters": {TEXT}}}'
-FAMILIES = [("qwen", HERMES), ("coder", XML), ("llama", BARE), ("llama", "<|python_tag|>" + BARE), ("thinker", HERMES)]
+        yield open_chat
 
 
-@pytest.mark.parametrize(("family", "text"), FAMILIES)
-def test_a_call_whole_and_streamed(request: pytest.FixtureRequest, family: str, text: str) -> None:
-    chat: Chat = request.getfixturevalue(family)
-    thought = "So.\n</think>\n\n" if family == "thinker" else ""
-    choice = chat.create(thought + text, tools=[WEATHER, CLOCK])
+@pytest.fixture
+def qwen(chats: Callable[[str], Chat]) -> Chat:
+    return chats("qwen")
+
+
+@pytest.mark.parametrize(("family", "mark"), [*((family, "") for family in FAMILIES), ("llama", "<|python_tag|>")])
+def test_a_call_whole_and_streamed(chats: Callable[[str], Chat], family: str, mark: str) -> None:
+    chat, thought = chats(family), "So.\n</think>\n\n" if family == "thinker" else ""
+    text = thought + mark + FAMILIES[family][2]
+    choice = chat.create(text, tools=BOTH)
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
-    assert call.type == "function" and call.id.startswith("call_") and call.function.name == "get_weather"
-    assert json.loads(call.function.arguments) == ARGUMENTS
+    assert call.type == "function" and call.id.startswith("call_") and called(choice) == [("get_weather", ARGUMENTS)]
     assert (choice.message.model_extra or {}).get("reasoning_content") == ("So." if thought else None)
 
-    chunks = chat.chunks(thought + text, tools=[WEATHER, CLOCK])
-    assert chunks[0].delta.role == "assistant" and [c.finish_reason for c in chunks if c.finish_reason] == [
-        "tool_calls"
-    ]
+    chunks = chat.chunks(text, tools=BOTH)
+    assert chunks[0].delta.role == "assistant"
+    assert [c.finish_reason for c in chunks if c.finish_reason] == ["tool_calls"]
     (streamed,) = [c.delta.tool_calls[0] for c in chunks if c.delta.tool_calls]
     assert (streamed.index, streamed.type) == (0, "function") and dict(streamed.function) == dict(call.function)
     assert streamed.id.startswith("call_") and streamed.id != call.id
-    assert "".join(c.delta.content or "" for c in chunks) == ""
+    assert said(chunks) == ""
 
 
 def test_the_client_s_own_stream_puts_the_message_together(qwen: Chat) -> None:
     other = '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-    qwen.model.say("<think>\nWhich?\n</think>\n\nTwo:\n" + HERMES + other)
-    with qwen.client.chat.completions.stream(model="tiny", messages=ASK, tools=[WEATHER, CLOCK]) as stream:
+    text = "<think>\nWhich?\n</think>\n\nTwo:\n" + HERMES + other
+    qwen.model.say(text)
+    with qwen.client.chat.completions.stream(model="tiny", messages=ASK, tools=BOTH) as stream:
         stream.until_done()
-        message = stream.get_final_completion().choices[0].message
-    assert message.content == "Two:" and message.tool_calls is not None
-    assert [c.function.name for c in message.tool_calls] == ["get_weather", "clock"]
-    assert json.loads(message.tool_calls[0].function.arguments) == ARGUMENTS
-    whole = qwen.create("<think>\nWhich?\n</think>\n\nTwo:\n" + HERMES + other, tools=[WEATHER, CLOCK])
-    assert [c.function.name for c in whole.message.tool_calls] == ["get_weather", "clock"]
+        (streamed,) = stream.get_final_completion().choices
+    whole = qwen.create(text, tools=BOTH)
+    assert called(streamed) == called(whole) == [("get_weather", ARGUMENTS), ("clock", {})]
+    assert streamed.message.content == whole.message.content == "Two:"
     assert len({c.id for c in whole.message.tool_calls}) == 2
-    assert whole.message.model_extra["reasoning_content"] == "Which?" and whole.message.content == "Two:"
-    one = qwen.create(HERMES + other, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
-    assert [c.function.name for c in one.message.tool_calls] == ["get_weather"]
+    assert whole.message.model_extra["reasoning_content"] == "Which?"
+    one = qwen.create(HERMES + other, tools=BOTH, parallel_tool_calls=False)
+    assert called(one) == [("get_weather", ARGUMENTS)]
 
 
-def test_a_conversation_with_results(qwen: Chat) -> None:
+def prompts_of(chat: Chat, patch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of chats from now on."""
+    seen: list[str] = []
+    render = chat.server.llm.codec.render
+
+    def noting(*given: Any) -> str:
+        seen.append(render(*given))
+        return seen[-1]
+
+    patch.setattr(chat.server.llm.codec, "render", noting)
+    return seen
+
+
+def test_a_conversation_with_results(qwen: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer goes back as the client's library has it, and the template is given calls and results."""
     answer = qwen.create("<think>\nHm.\n</think>\n\n" + HERMES, tools=[WEATHER]).message
     result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "name": "get_weather", "content": "sunny"}
-    seen: list[Any] = []
-    render = qwen.server.llm.codec.render
-
-    def noting(*args: Any, **kwargs: Any) -> str:
-        seen.append(render(*args, **kwargs))
-        return str(seen[-1])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen.server.llm.codec, "render", noting)
-        choice = qwen.create("It is sunny.", [*ASK, answer, result], tools=[WEATHER])
+    seen = prompts_of(qwen, monkeypatch)
+    choice = qwen.create("It is sunny.", [*ASK, answer, result], tools=[WEATHER])
     assert choice.message.content == "It is sunny." and choice.message.tool_calls is None
     assert choice.finish_reason == "stop" and "tool_calls" not in choice.message.model_fields_set
     assert "<think>\nHm.\n</think>" in seen[0] and "<tool_response>\nsunny\n</tool_response>" in seen[0]
     assert f'{{"name": "get_weather", "arguments": {TEXT}}}\n</tool_call>' in seen[0]
 
 
-def test_malformed_calls_are_content(qwen: Chat, llama: Chat) -> None:
-    for chat, text in (
-        (qwen, "<tool_call>\n{'name': 'clock', 'arguments': {}}\n</tool_call>"),
-        (qwen, '<tool_call>\n{"name": "clock"}\n</tool_call>'),
-        (llama, '{"answer": 42}'),
-        (llama, "<|python_tag|>print(42)"),
-    ):
-        choice = chat.create(text, tools=[CLOCK])
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-        chunks = chat.chunks(text, tools=[CLOCK])
-        assert "".join(c.delta.content or "" for c in chunks) == text and chunks[-1].finish_reason == "stop"
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen", "<tool_call>\n{'name': 'clock', 'arguments': {}}\n</tool_call>"),
+        ("llama", '{"answer": 42}'),
+        ("llama", "<|python_tag|>print(42)"),
+    ],
+)
+def test_malformed_calls_are_content(chats: Callable[[str], Chat], family: str, text: str) -> None:
+    choice = chats(family).create(text, tools=[CLOCK])
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    chunks = chats(family).chunks(text, tools=[CLOCK])
+    assert said(chunks) == text and chunks[-1].finish_reason == "stop"
+
+
+def test_a_call_that_was_cut_is_content(qwen: Chat) -> None:
     cut = qwen.create(HERMES, tools=[WEATHER], max_tokens=40)
     assert cut.finish_reason == "length" and HERMES.startswith(cut.message.content) and not cut.message.tool_calls
 
 
-def test_without_tools_nothing_is_a_call(qwen: Chat) -> None:
+def test_without_tools_nothing_is_a_call(qwen: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = prompts_of(qwen, monkeypatch)
     assert qwen.create(HERMES).message.content == HERMES
-    seen: list[Any] = []
-    encode = qwen.server.llm.codec.encode
-
-    def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(prompt)
-        return encode(prompt, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen.server.llm.codec, "encode", noting)
-        choice = qwen.create(HERMES, tools=[WEATHER], tool_choice="none")
+    choice = qwen.create(HERMES, tools=[WEATHER], tool_choice="none")
     assert choice.message.content == HERMES and choice.message.tool_calls is None
-    assert not any("Tools:" in text for text in seen if isinstance(text, str))
+    assert len(seen) == 2 and "Tools:" not in seen[0] + seen[1]
 
 
-def test_reasoning(qwen: Chat, thinker: Chat) -> None:
-    thought = "<think>\nOne\n\ntwo <tool_call>\n</think>\n\nThree"
-    for chat, text in ((qwen, thought), (thinker, thought.removeprefix("<think>\n"))):
-        message = chat.create(text).message
-        assert (message.content, message.model_extra["reasoning_content"]) == ("Three", "One\n\ntwo <tool_call>")
-        deltas = [c.delta for c in chat.chunks(text, tools=[CLOCK], logprobs=True)]
-        reasoning = "".join((d.model_extra or {}).get("reasoning_content", "") for d in deltas)
-        assert (reasoning, "".join(d.content or "" for d in deltas)) == ("One\n\ntwo <tool_call>", "Three")
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert qwen.create(thought, extra_body=off).message.content == thought, "the template closed the block"
-    assert thinker.create("Three", max_tokens=1).message.content is None
+@pytest.mark.parametrize("family", ["qwen", "thinker"])
+def test_reasoning(chats: Callable[[str], Chat], family: str) -> None:
+    chat, whole = chats(family), "<think>\nOne\n\ntwo <tool_call>\n</think>\n\nThree"
+    text = whole if family == "qwen" else whole.removeprefix("<think>\n")
+    message = chat.create(text).message
+    assert (message.content, message.model_extra["reasoning_content"]) == ("Three", "One\n\ntwo <tool_call>")
+    chunks = chat.chunks(text, tools=[CLOCK], logprobs=True)
+    assert (said(chunks), said(chunks, "reasoning_content")) == ("Three", "One\n\ntwo <tool_call>")
+    if family == "qwen":
+        assert chat.create(text, **OFF).message.content == text, "the template closed the block"
+    else:
+        assert chat.create("Three", max_tokens=1).message.content is None
 
 
 def test_log_probabilities_are_those_of_every_token(qwen: Chat) -> None:
@@ -199,94 +217,86 @@ def test_log_probabilities_are_those_of_every_token(qwen: Chat) -> None:
     assert "".join(tokens).startswith(HERMES.partition("Z")[0])
 
 
-@pytest.mark.parametrize("family", ["qwen", "coder", "llama", "thinker"])
-def test_a_call_that_must_be(request: pytest.FixtureRequest, family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_must_be(chats: Callable[[str], Chat], family: str) -> None:
     """The model would rather talk; then it calls what it must, and stops when its calls are complete."""
-    chat: Chat = request.getfixturevalue(family)
-    call = dict(FAMILIES)[family].removeprefix("<|python_tag|>")
-    off: dict[str, Any] = (
-        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}} if family in ("qwen", "thinker") else {}
-    )
+    chat, call = chats(family), FAMILIES[family][2]
+    off: dict[str, Any] = OFF if family in ("qwen", "thinker") else {}
     named = {"type": "function", "function": {"name": "clock"}}
-    talking = chat.create("No, I will not call a tool.", tools=[WEATHER, CLOCK], tool_choice=named, **off)
-    assert [c.function.name for c in talking.message.tool_calls] == ["clock"]
-    assert json.loads(talking.message.tool_calls[0].function.arguments) == {}
+    talking = chat.create("No, I will not call a tool.", tools=BOTH, tool_choice=named, **off)
+    assert called(talking) == [("clock", {})]
     assert talking.finish_reason == "tool_calls" and talking.message.content is None
-    required: dict[str, Any] = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
-    willing = chat.create(call, **required, **off)
-    assert json.loads(willing.message.tool_calls[0].function.arguments) == ARGUMENTS
-    streamed = chat.chunks(call, **required, **off)
-    assert streamed[-1].finish_reason == "tool_calls"
+    required: dict[str, Any] = {"tools": BOTH, "tool_choice": "required", "parallel_tool_calls": False, **off}
+    assert called(chat.create(call, **required)) == [("get_weather", ARGUMENTS)]
+    assert chat.chunks(call, **required)[-1].finish_reason == "tool_calls"
     # What is forbidden is not written: a number of days that the schema does not allow.
-    wrong = chat.create(call.replace("3", "77"), **required, **off)
-    assert json.loads(wrong.message.tool_calls[0].function.arguments) == {**ARGUMENTS, "days": 7}
+    assert called(chat.create(call.replace("3", "77"), **required)) == [("get_weather", {**ARGUMENTS, "days": 7})]
 
 
-def test_reasoning_before_a_call_that_must_be_and_before_json(thinker: Chat, qwen: Chat) -> None:
-    for chat, thought in ((thinker, "I reason.\n</think>"), (qwen, "<think>\nI reason.\n</think>")):
-        choice = chat.create(thought + "\n\nI will not.", tools=[CLOCK], tool_choice="required", max_tokens=90)
-        assert choice.message.model_extra["reasoning_content"] == "I reason."
-        assert choice.message.tool_calls[0].function.name == "clock"
-        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
-        choice = chat.create(thought + "\n\nNo JSON.", response_format=schema)
-        assert choice.message.model_extra["reasoning_content"] == "I reason."
-        assert json.loads(choice.message.content) == {"a": 1}
-
-
-def strict(tool: dict[str, Any]) -> dict[str, Any]:
-    return {**tool, "function": {**tool["function"], "strict": True}}
-
-
-@pytest.mark.parametrize(("family", "text"), [("qwen", HERMES), ("coder", XML), ("llama", BARE)])
-def test_strict_tools_may_be_left_alone_but_not_called_wrongly(
-    request: pytest.FixtureRequest, family: str, text: str
+@pytest.mark.parametrize(("family", "opening"), [("thinker", ""), ("qwen", "<think>\n")])
+def test_reasoning_before_a_call_that_must_be_and_before_json(
+    chats: Callable[[str], Chat], family: str, opening: str
 ) -> None:
-    chat: Chat = request.getfixturevalue(family)
-    tools = [strict(WEATHER), CLOCK]
+    chat, thought = chats(family), f"{opening}I reason.\n</think>\n\n"
+    choice = chat.create(thought + "I will not.", tools=[CLOCK], tool_choice="required", max_tokens=90)
+    assert choice.message.model_extra["reasoning_content"] == "I reason." and called(choice) == [("clock", {})]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
+    choice = chat.create(thought + "No JSON.", response_format=schema)
+    assert choice.message.model_extra["reasoning_content"] == "I reason."
+    assert json.loads(choice.message.content) == {"a": 1}
+
+
+@pytest.mark.parametrize("family", ["qwen", "coder", "llama"])
+def test_strict_tools_may_be_left_alone_but_not_called_wrongly(chats: Callable[[str], Chat], family: str) -> None:
+    chat, wrong = chats(family), FAMILIES[family][2].replace("3", "77")
+    tools = [tool("get_weather", SCHEMA, strict=True), CLOCK]
     assert chat.create("No call.", tools=tools).message.content == "No call."
-    choice = chat.create(text.replace("3", "77"), tools=tools)
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {**ARGUMENTS, "days": 7}
-    loose = chat.create(text.replace("3", "77"), tools=[WEATHER, CLOCK])
-    assert json.loads(loose.message.tool_calls[0].function.arguments) == {**ARGUMENTS, "days": 77}
+    assert called(chat.create(wrong, tools=tools)) == [("get_weather", {**ARGUMENTS, "days": 7})]
+    assert called(chat.create(wrong, tools=BOTH)) == [("get_weather", {**ARGUMENTS, "days": 77})]
 
 
-def test_what_cannot_be_had_together(qwen: Chat) -> None:
-    json_object = {"type": "json_object"}
-    for fields, text in (
-        ({"tools": [CLOCK], "tool_choice": "required"}, "because tool_choice requires a call; leave one of them out"),
-        ({"tools": [strict(CLOCK)]}, "because a strict tool constrains it already"),
-    ):
-        with pytest.raises(openai.BadRequestError, match=text):
-            qwen.create("x", response_format=json_object, **fields)
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "strange"}}}
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        qwen.create("x", tools=[bad], tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="only one call at a time"), ExitStack() as stack:
-        raise_for = stack.enter_context(pytest.MonkeyPatch.context())
-        raise_for.setattr(qwen.server.llm.codec.tokenizer, "chat_template", LLAMA3)
-        raise_for.delitem(vars(qwen.server.llm.codec), "template_text", raising=False)
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        qwen.create("x", [*ASK, {"role": "assistant", "tool_calls": [call, call]}])
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "text"),
+    [
+        (
+            "qwen",
+            {"response_format": {"type": "json_object"}, "tools": [CLOCK], "tool_choice": "required"},
+            "because tool_choice requires a call; leave one of them out",
+        ),
+        (
+            "qwen",
+            {"response_format": {"type": "json_object"}, "tools": [tool("clock", NOTHING, strict=True)]},
+            "because a strict tool constrains it already",
+        ),
+        ("qwen", {"tools": [tool("f", {"type": "strange"})], "tool_choice": "required"}, "tools"),
+        ("llama", {"messages": [*ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}]}, "only one call at a time"),
+    ],
+)
+def test_what_cannot_be_had(chats: Callable[[str], Chat], family: str, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=text):
+        chats(family).create("x", **fields)
 
 
 def test_several_answers_have_calls_of_their_own(qwen: Chat) -> None:
     qwen.model.say(HERMES)
-    answer: Any = qwen.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER], n=3, max_tokens=200)
-    calls = [choice.message.tool_calls[0] for choice in answer.choices]
-    assert len({call.id for call in calls}) == 3
-    assert all(json.loads(call.function.arguments) == ARGUMENTS for call in calls)
-    stream: Any = qwen.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER], n=2, stream=True)
-    texts = {0: "", 1: ""}
-    for chunk in stream:
+    common: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": [WEATHER]}
+    answer: Any = qwen.client.chat.completions.create(**common, n=3, max_tokens=200)
+    assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
+    assert all(called(choice) == [("get_weather", ARGUMENTS)] for choice in answer.choices)
+    texts = ["", ""]
+    for chunk in qwen.client.chat.completions.create(**common, n=2, stream=True):
         for each in chunk.choices:
             texts[each.index] += each.delta.tool_calls[0].function.arguments or "" if each.delta.tool_calls else ""
-    assert texts == {0: calls[0].function.arguments, 1: calls[0].function.arguments}
+    assert texts == [answer.choices[0].message.tool_calls[0].function.arguments] * 2
 
 
 def test_parsers_named_by_the_user(tiny_engine: Path, tmp_path: Path) -> None:
     template = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}:"
     engine = with_template(tiny_engine, tmp_path / "engine", template)
     with chat_with(engine, tool_parser="hermes", reasoning_parser="deepseek_r1") as chat:
-        message = chat.create("Hm.</think>" + HERMES, tools=[WEATHER]).message
-        assert message.tool_calls[0].function.name == "get_weather"
-        assert message.model_extra["reasoning_content"] == "Hm."
+        choice = chat.create("Hm.</think>" + HERMES, tools=[WEATHER])
+        assert called(choice) == [("get_weather", ARGUMENTS)]
+        assert choice.message.model_extra["reasoning_content"] == "Hm."

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -26,10 +27,10 @@ torch.set_num_threads(1)  # two would wait for each other on networks this small
 transformers.utils.logging.disable_progress_bar()
 
 
-def assert_close(found: Array, expected: Array, what: str) -> None:
+def assert_close(found: Array, expected: Array, what: str, tolerance: float = TOLERANCE) -> None:
     assert found.shape == expected.shape, f"{what}: {found.shape} for {expected.shape}"
     error = np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected)))
-    assert error <= TOLERANCE, f"{what}: off by {error:.1e} of the scale"
+    assert error <= tolerance, f"{what}: off by {error:.1e} of the scale"
 
 
 class Truth:
@@ -76,12 +77,12 @@ def path_to(tree: TokenTree, node: int) -> NDArray[np.int32]:
     return np.array(path[::-1], np.int32)
 
 
-Measured = OrtEngine | TorchEngine  # engines whose numbers are compared
+Measured = OrtEngine | TorchEngine | TrtEngine  # engines whose numbers are compared
 
 
 def drafter_of(engine: Measured) -> Any:
     """What the engine tells of committed tokens."""
-    return engine.drafter if isinstance(engine, TorchEngine) else engine._drafter
+    return engine._drafter if isinstance(engine, OrtEngine) else engine.drafter
 
 
 class Follower:

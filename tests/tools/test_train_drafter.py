@@ -12,22 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import eagle_truth
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from checkpoints import edit_json, make_target, make_tokenizer
 from drafts import marginals
 from engine_builds import build_engine
 from numerics import Truth, assert_close
 from safetensors.torch import load_file
-from torch import Tensor
 
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.runtime.engines.base import DraftRequest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tools.train_drafter import __main__ as command
 from tools.train_drafter import data, loop
 from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts
@@ -213,35 +210,7 @@ def test_the_loss_is_that_of_every_draft_by_itself(llama: Path, answers: Path, k
     assert float(block_loss(model, blocks, target, settings)) == pytest.approx(expected / weight, rel=1e-4)
 
 
-def plain_step(model: Eagle3, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """EAGLE-3's layer [H] at the last of rows (feature, embedding), every row seeing all before it; one head a time."""
-    w, cfg = {name.removeprefix("midlayer."): value for name, value in model.state_dict().items()}, model.cfg
-    size = cfg["head_dim"]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / torch.sqrt((x * x).mean() + cfg["rms_norm_eps"]) * w[f"{name}.weight"]
-
-    def turn(x: Tensor, position: int) -> Tensor:
-        half = size // 2
-        angles = position * cfg["rope_theta"] ** (-torch.arange(half) / half)
-        low, high = x[:half], x[half:]
-        return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()])
-
-    joined = [torch.cat([norm(e, "input_layernorm"), norm(f, "hidden_norm")]) for f, e in inputs]
-    last, mixed = len(inputs) - 1, []
-    for head in range(cfg["num_attention_heads"]):
-        group = head // (cfg["num_attention_heads"] // cfg["num_key_value_heads"])
-        rows, keys = (slice(size * index, size * (index + 1)) for index in (head, group))
-        q = turn(w["self_attn.q_proj.weight"][rows] @ joined[last], last)
-        scores = torch.stack([q @ turn(w["self_attn.k_proj.weight"][keys] @ x, i) for i, x in enumerate(joined)])
-        values = torch.stack([w["self_attn.v_proj.weight"][keys] @ x for x in joined])
-        mixed.append(torch.softmax(scores / math.sqrt(size), 0) @ values)
-    x = inputs[last][0] + w["self_attn.o_proj.weight"] @ torch.cat(mixed)
-    h = norm(x, "post_attention_layernorm")
-    return x + w["mlp.down_proj.weight"] @ (F.silu(w["mlp.gate_proj.weight"] @ h) * (w["mlp.up_proj.weight"] @ h))
-
-
-def test_every_unrolled_step_of_eagle3_is_the_layer_with_its_own_features_fed_back(folder: Path) -> None:
+def test_every_unrolled_step_of_eagle3_is_the_layer_on_its_own_features(folder: Path, tmp_path: Path) -> None:
     target = load_target(str(folder), 2)
     target.model.float()
     model = make_drafter(target, replace(DRAFTER, kind="eagle3", inner=20, layers=1)).requires_grad_(False)
@@ -252,14 +221,17 @@ def test_every_unrolled_step_of_eagle3_is_the_layer_with_its_own_features_fed_ba
     texts = read_texts(target, [Answer(rng.integers(2, 90, 12).tolist(), 2, 0.0) for _ in range(2)])
     blocks = cut_blocks(texts, torch.tensor([[3, 6], [1, 8]]), 4)
     found = model.drafts(blocks, target.embedding)
+    save(model, model.cfg, tmp_path)
+    dims: Any = load_checkpoint(tmp_path).dims
+    weights = {name.replace("midlayer.", "layers.0."): value.numpy() for name, value in model.state_dict().items()}
+    truth = eagle_truth.Eagle3(dims, weights, target.embedding.numpy(), target.head.numpy())
     for n, a in itertools.product(range(2), range(2)):
-        anchor = int(blocks.anchor[n, a])
-        embeddings = target.embedding[texts.tokens[n]]
-        inputs = [(model.fc.weight @ texts.taps[n, p], embeddings[p + 1]) for p in range(anchor)]
+        anchor, tokens = int(blocks.anchor[n, a]), texts.tokens[n].tolist()
+        states = texts.taps[n, :anchor] @ model.fc.weight.T
         for step in range(3):
-            out = plain_step(model, inputs)
-            torch.testing.assert_close(found[n, a, step], model.norm(out), rtol=1e-3, atol=1e-4)
-            inputs.append((out, embeddings[anchor + step + 1]))
+            out = truth.rows(states, tokens[1 : anchor + step + 1])[1][-1:]
+            torch.testing.assert_close(found[n, a, step], truth.norm(out[0], "norm"), rtol=1e-3, atol=1e-4)
+            states = torch.cat([states, out])
 
 
 def test_rounds_of_a_stored_answer() -> None:

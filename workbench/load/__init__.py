@@ -30,7 +30,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_environment
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.settings import TINY
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.records import option
 from ddtree_trt.terminal.printing import progress_bars

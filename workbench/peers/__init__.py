@@ -23,7 +23,7 @@ from ddtree_trt.bench import report
 from ddtree_trt.bench.measure import Run, engine_runs, measure
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings, Budget
-from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.options import Json

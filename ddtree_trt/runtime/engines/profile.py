@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,15 +37,9 @@ SWEEPS, SECONDS = 10, 0.7  # most sweeps over the sizes, and the time after whic
 PASSES = 4  # of a timed draft of a drafter that makes several
 
 
-class Timed(NamedTuple):
-    """Seconds of passes over all slots that were timed together: the fastest, since other work only adds to times."""
-
-    draft_s: float  # a draft, or one pass of a drafter that makes several
-    verify: list[tuple[int, float]]  # tree tokens of every slot, rising from 1, and the pass's seconds
-
-
-def time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence[int]) -> Timed:
-    """Times of the first `slots` slots, which must be free and then hold `context` tokens each. They are emptied."""
+def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence[int]) -> PassTimes:
+    """Times of the first `slots` slots, which must be free and then hold `context` tokens each. They are emptied. Of a
+    pass timed several times the fastest counts, since other work only adds to it."""
     if engine.buckets is not None:
         tree_tokens = sorted({next((b for b in engine.buckets if b >= t), t) for t in tree_tokens})
     passes = 1 if engine.manifest.drafting.block_size else PASSES
@@ -66,7 +60,7 @@ def time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence[
     finally:
         for slot in range(slots):
             engine.truncate(slot, 0)
-    return Timed(draft_s, list(verify.items()))
+    return PassTimes(slots, context, draft_s, tuple(verify.items()))
 
 
 def _fill(engine: Engine, slot: int, context: int) -> None:
@@ -230,8 +224,7 @@ def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
 
     def timed(step: int, slots: int, context: int) -> PassTimes:
         progress("measuring latencies", step, 3)
-        draft_s, verify = time_passes(engine, slots, context, sizes)
-        return PassTimes(slots, context, draft_s, tuple(verify))
+        return _time_passes(engine, slots, context, sizes)
 
     many = limits.max_batch if engine.batches else 1
     one, behind = timed(0, 1, near), timed(1, 1, far) if far > near else None

@@ -14,10 +14,9 @@ from ddtree_trt.runtime.chat.reader import Content, Event, MessageReader, Reason
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.names import given_name
-from ddtree_trt.serve.errors import ApiError, invalid
+from ddtree_trt.serve.errors import invalid
 from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
-from ddtree_trt.serve.openai.protocol import ChatRequest, Message
+from ddtree_trt.serve.openai.protocol import ChatRequest
 from ddtree_trt.serve.service import Service
 
 
@@ -30,17 +29,15 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if body.logprobs:
         given.setdefault("logprobs", 0)
     use = tool_use(service, body.tools, body.tool_choice, body.parallel_tool_calls)
-    check_names(service, body.messages)
-    messages = [message.for_template() for message in body.messages]
-    text = await service.render(messages, body.chat_template_kwargs, use.descriptions or None)
+    text = await service.render(body.messages, body.chat_template_kwargs, use.descriptions or None)
     ids = await service.encode(text, "messages")
     answers = ChatAnswers(service, use, service.chat_format.thinking(ids))
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
-    await service.compile(params, given_name(given) or "tools")
+    await service.compile(params, given)
     request_id = new_id("chatcmpl")
     submissions = [service.submit(request, ids, params, request_id, "messages")]
     kinds = ("chat.completion", "chat.completion.chunk")
-    return await respond(service, body, request_id, submissions, kinds, answers.whole, Chunks(answers))
+    return await respond(service, body, request_id, submissions, kinds, answers.whole, answers.parts)
 
 
 def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
@@ -52,16 +49,6 @@ def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, 
         path = re.match(r"[\w.\[\]]+", str(error))  # our texts begin with it
         raise invalid(str(error), path and path.group()) from error
     return use
-
-
-def check_names(service: Service, messages: list[Message]) -> None:
-    """Raises ApiError for the name of someone who says a message where the chat template would drop it. The one of a
-    tool says what its call says."""
-    for place, message in enumerate(messages):
-        if message.name is not None and message.role != "tool" and not service.llm.codec.takes_names:
-            param = f"messages.{place}.name"
-            message_text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"
-            raise ApiError(400, message_text, param=param, code="unsupported_parameter")
 
 
 def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
@@ -84,6 +71,7 @@ class ChatAnswers:
         self._texts = service.texts
         self._use = use
         self._thinking = thinking
+        self._readers: dict[int, MessageReader | None] = {}  # of choices that arrive in parts; None: all is content
 
     def params(self, given: SamplingParams) -> SamplingParams:
         """The request's parameters with what its answers need: the tokens that mark their parts, and the constraint
@@ -103,14 +91,35 @@ class ChatAnswers:
             message["reasoning_content"] = read.reasoning_content
         if read.tool_calls:
             message["tool_calls"] = [call.to_dict() for call in read.tool_calls]
-        reason = _finish_reason(output, len(read.tool_calls))
-        return [{"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}]
+        logprobs, reason = self._logprobs(output), _finish_reason(output, len(read.tool_calls))
+        return [{"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}]
 
-    def reader(self) -> MessageReader | None:
-        """A reader of one output that arrives in parts; None where all of it is content."""
-        return self._format.reader(self._thinking, self._use)
+    def parts(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
+        """The chunks of a part; each choice's first chunk has the role."""
+        choices: list[Answer] = []
 
-    def logprobs(self, output: CompletionOutput) -> Answer | None:
+        def add(delta: Answer, logprobs: Answer | None = None, reason: str | None = None) -> None:
+            choices.append({"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+
+        if output.index not in self._readers:
+            self._readers[output.index] = self._format.reader(self._thinking, self._use)
+            add({"role": "assistant", "content": ""})
+        reader, ends = self._readers[output.index], output.finish_reason is not None
+        events: list[Event] = [Content(output.text)] if output.text else []
+        if reader is not None:
+            events = reader.push(output.text) + (reader.end() if ends else [])
+        deltas, logprobs = [_delta(event) for event in events], self._logprobs(output)
+        if not deltas and (ends or (logprobs and logprobs["content"])):
+            deltas = [{}]
+        for delta in deltas:
+            add(delta, logprobs)
+            if logprobs is not None:  # those of the part are sent with its first chunk
+                logprobs = {**logprobs, "content": []}
+        if ends:
+            choices[-1]["finish_reason"] = _finish_reason(output, reader.calls if reader else 0)
+        return choices
+
+    def _logprobs(self, output: CompletionOutput) -> Answer | None:
         if output.logprobs is None:
             return None
         tokens = [
@@ -122,44 +131,6 @@ class ChatAnswers:
     def _token(self, token_id: int, logprob: float) -> Answer:
         text, raw = self._texts.of(token_id)
         return {"token": text, "logprob": json_logprob(logprob), "bytes": None if raw is None else list(raw)}
-
-
-class Chunks:
-    """Converts parts of a stream to chunks; each choice's first chunk has the role."""
-
-    def __init__(self, answers: ChatAnswers) -> None:
-        self._answers = answers
-        self._readers: dict[int, MessageReader | None] = {}
-
-    def __call__(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
-        choices: list[Answer] = []
-
-        def add(delta: Answer, logprobs: Answer | None = None, reason: str | None = None) -> None:
-            choices.append({"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
-
-        if output.index not in self._readers:
-            self._readers[output.index] = self._answers.reader()
-            add({"role": "assistant", "content": ""})
-        reader = self._readers[output.index]
-        deltas = [_delta(event) for event in _events(reader, output)]
-        logprobs = self._answers.logprobs(output)
-        ends = output.finish_reason is not None
-        if not deltas and (ends or (logprobs and logprobs["content"])):
-            deltas = [{}]
-        for delta in deltas:
-            add(delta, logprobs)
-            if logprobs is not None:  # those of the part are sent with its first chunk
-                logprobs = {**logprobs, "content": []}
-        if ends:
-            choices[-1]["finish_reason"] = _finish_reason(output, reader.calls if reader else 0)
-        return choices
-
-
-def _events(reader: MessageReader | None, output: CompletionOutput) -> list[Event]:
-    """What a part of an output says."""
-    if reader is None:
-        return [Content(output.text)] if output.text else []
-    return reader.push(output.text) + (reader.end() if output.finish_reason is not None else [])
 
 
 def _delta(event: Event) -> Answer:

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from ddtree_trt.errors import shown
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
-from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.serve.errors import invalid
 from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
 from ddtree_trt.serve.openai.protocol import CompletionRequest
@@ -30,7 +29,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         given["prompt_logprobs"] = given.get("logprobs")
     params = cache(lambda room: service.params({"max_tokens": min(DEFAULT_MAX_TOKENS, room), **given}, room, {}))
     calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
-    await service.compile(calls[0][1], given_name(given) or STRUCTURED)
+    await service.compile(calls[0][1], given)
     request_id = new_id("cmpl")
     # No await between the first and the last: on QueueFull, those already submitted are cancelled at once.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from ddtree_trt.errors import shown
 from ddtree_trt.serve.errors import invalid
-from ddtree_trt.serve.openai.chat import check_names, tool_use
+from ddtree_trt.serve.openai.chat import tool_use
 from ddtree_trt.serve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from ddtree_trt.serve.service import Service
 
@@ -21,9 +21,8 @@ async def tokenize(service: Service, _: Request, body: TokenizeRequest) -> Respo
     text, param = body.prompt or "", "prompt"
     if body.messages is not None:
         use = tool_use(service, body.tools, None, None)
-        check_names(service, body.messages)
-        messages, param = [message.for_template() for message in body.messages], "messages"
-        text = await service.render(messages, body.chat_template_kwargs, use.descriptions or None)
+        text = await service.render(body.messages, body.chat_template_kwargs, use.descriptions or None)
+        param = "messages"
     elif body.tools or body.chat_template_kwargs:
         raise invalid("tools and chat_template_kwargs need messages", "messages")
     ids, names = await service.tokens(text, param), None

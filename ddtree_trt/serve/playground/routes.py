@@ -18,8 +18,6 @@ from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
-from ddtree_trt.runtime.stats import RequestMetrics
-from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.serve.openai.answers import event, finish_reason, new_id, stream_response
 from ddtree_trt.serve.openai.body import read
@@ -38,6 +36,8 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
+# Of a request so far, in seconds and tokens per second.
+_FIGURES = ("output_tokens", "rounds", "mean_acceptance_length", "decode_tokens_per_s", "stage_s")
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
@@ -93,18 +93,16 @@ def install(app: FastAPI, service: Service, examples: Examples | None) -> None:
 async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
     """A stream of events {text, rounds, figures, finish_reason, busy}, one for each part of the answer. `busy` is the
     warning of a machine that was busy before the answer began."""
-    messages = [message.for_template() for message in body.messages]
+    text = body.messages[-1].content
     if service.llm.tokenizer.chat_template:
-        text = await service.render(messages, body.chat_template_kwargs)
-    else:
-        text = messages[-1]["content"]
+        text = await service.render(body.messages, body.chat_template_kwargs)
     ids = await service.encode(text, "messages")
     given = body.sampling()
     params = service.params(given, service.max_seq_len - len(ids), {})
     if params.structured is not None:
         structured = service.chat_format.constraint(ToolUse(), service.chat_format.thinking(ids), params.structured)
         params = replace(params, structured=structured)
-    await service.compile(params, given_name(given) or STRUCTURED)
+    await service.compile(params, given)
     seen: deque[Round] = deque()  # filled on the engine's thread, emptied here
     request_id = new_id("playground")
     submission = service.submit(request, ids, params, request_id, "messages", on_round=seen.append)
@@ -119,7 +117,7 @@ async def _events(service: Service, submission: Submission, seen: deque[Round]) 
             {
                 "text": output.text,
                 "rounds": [_round(service.texts, seen.popleft()) for _ in range(len(seen))],
-                "figures": _figures(part.metrics),
+                "figures": {name: getattr(part.metrics, name) for name in _FIGURES},
                 "finish_reason": finish_reason(output.finish_reason),
                 "busy": busy,
             }
@@ -148,18 +146,4 @@ def _round(texts: TokenTexts, round_: Round) -> dict[str, Any]:
         "path": path,
         "emitted": [text(token) for token in [*(tokens[node - 1] for node in path), round_.next_token]],
         "decision": why and {**why._asdict(), "expected_gain": why.expected_gain},
-    }
-
-
-def _figures(metrics: RequestMetrics) -> dict[str, Any]:
-    """The figures of a request so far; seconds, and tokens per second."""
-    return {
-        "output_tokens": metrics.output_tokens,
-        "rounds": metrics.rounds,
-        "tokens_per_round": metrics.mean_acceptance_length,
-        "drafted_tokens": metrics.drafted_tokens,
-        "accepted_tokens": metrics.accepted_tokens,
-        "time_to_first_token_s": metrics.time_to_first_token_s,
-        "decode_tokens_per_s": metrics.decode_tokens_per_s,
-        "stage_s": dict(metrics.stage_s),
     }

@@ -29,65 +29,43 @@ STATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
     ),
     "yarn-betas": (
-        {
-            "type": "yarn",
-            "factor": 8.0,
-            "original_context_length": 64,
-            "yarn_beta_fast": 4.0,
-            "yarn_beta_slow": 0.5,
-            "yarn_log_multiplier": 0.0,
-            "yarn_ext_factor": -1.0,
-            "attn_factor": 1.0,
-        },
-        {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 4.0,
-            "beta_slow": 0.5,
-        },
+        {"type": "yarn", "factor": 8.0, "original_context_length": 64, "yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5,
+         "yarn_log_multiplier": 0.0, "yarn_ext_factor": -1.0, "attn_factor": 1.0},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 4.0,
+         "beta_slow": 0.5},
     ),
     "yarn-of-all-positions": ({"type": "yarn", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}),
-}
-
-
-def keyed(family: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{family.model_type}.rope.scaling.{key}": value for key, value in entries.items()}
+}  # fmt: skip
 
 
 def frequencies(scaling: Mapping[str, Any], positions: int) -> tuple[torch.Tensor, float]:
     """transformers' inverse frequencies [D/2] of a config.json with that rope_scaling, and its attention factor."""
-    config = LlamaConfig(
-        hidden_size=4 * HEAD_DIM,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_theta": THETA, **scaling},
-    )
+    sizes: Any = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": positions}
+    config = LlamaConfig(**sizes, rope_parameters={"rope_theta": THETA, **scaling})
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     return frequencies, factor
 
 
-def target_of(path: Path, family: Any = LLAMA) -> Path:
-    return make_target(path / "t", family=family, head_dim=HEAD_DIM, rope_theta=THETA, intermediate_size=64)
+def target_of(path: Path, family: Any = LLAMA, **config: Any) -> Path:
+    shape: dict[str, Any] = {"head_dim": HEAD_DIM, "rope_theta": THETA, "intermediate_size": 64}
+    return make_target(path / "t", family=family, config=config, **shape)
+
+
+def scaled(path: Path, entries: Mapping[str, Any], family: Any = LLAMA, divisors: Any = None) -> Path:
+    """A GGUF file with these keys of a scaling, or the tensor of divisors."""
+    metadata = {f"{family.model_type}.rope.scaling.{key}": value for key, value in entries.items()}
+    tensors = {} if divisors is None else {"rope_freqs.weight": divisors.astype(np.float32)}
+    return make_gguf(target_of(path, family), path / "m.gguf", metadata=metadata, tensors=tensors)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("name", STATED)
 def test_metadata_is_its_configuration(family: Any, name: str, tmp_path: Path) -> None:
     entries, scaling = STATED[name]
-    directory = target_of(tmp_path, family)
-    file = make_gguf(directory, tmp_path / "m.gguf", metadata=keyed(family, entries))
-    positions = load_checkpoint(directory).dims.max_positions
-    expected = make_target(
-        tmp_path / "scaled",
-        family=family,
-        head_dim=HEAD_DIM,
-        rope_theta=THETA,
-        intermediate_size=64,
-        config={"rope_scaling": scaling},
-    )
-    dims = load_checkpoint(file).dims
-    assert dims == load_checkpoint(expected).dims and dims.rope_scaling is not None
+    dims = load_checkpoint(scaled(tmp_path, entries, family)).dims
+    positions = load_checkpoint(tmp_path / "t").dims.max_positions
+    assert dims == load_checkpoint(target_of(tmp_path / "scaled", family, rope_scaling=scaling)).dims
+    assert dims.rope_scaling is not None
     truth, magnitude = frequencies({"original_max_position_embeddings": positions, **scaling}, positions)
     np.testing.assert_allclose(inverse_frequencies(HEAD_DIM, THETA, dims.rope_scaling), truth.numpy(), rtol=2e-6)
     assert dims.rope_scaling.attention_factor == pytest.approx(magnitude)
@@ -104,20 +82,13 @@ def test_metadata_is_its_configuration(family: Any, name: str, tmp_path: Path) -
     ],
 )
 def test_metadata_that_changes_nothing(entries: dict[str, Any], tmp_path: Path) -> None:
-    directory = target_of(tmp_path)
-    file = make_gguf(directory, tmp_path / "m.gguf", metadata=keyed(LLAMA, entries))
-    assert load_checkpoint(file).dims == load_checkpoint(directory).dims
+    assert load_checkpoint(scaled(tmp_path, entries)).dims == load_checkpoint(tmp_path / "t").dims
 
 
 def divisors(factor: float, positions: int = 8192) -> np.ndarray:
     """What llama.cpp's converter writes for a llama3 scaling, by transformers' frequencies."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": positions,
-    }
+    scaling: dict[str, Any] = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = positions
     plain = 1.0 / THETA ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     return (plain / frequencies(scaling, positions)[0]).numpy()
 
@@ -126,8 +97,7 @@ def divisors(factor: float, positions: int = 8192) -> np.ndarray:
 def test_divisors_are_llama_3s_scaling(factor: float, tmp_path: Path) -> None:
     values = divisors(factor)
     assert values.min() == 1 and ((values > 1.01) & (values < factor - 0.01)).any()
-    file = make_gguf(target_of(tmp_path), tmp_path / "m.gguf", tensors={"rope_freqs.weight": values})
-    checkpoint = load_checkpoint(file)
+    checkpoint = load_checkpoint(scaled(tmp_path, {}, divisors=values))
     scaling = checkpoint.dims.rope_scaling
     assert scaling is not None and (scaling.rope_type, scaling.factor) == ("llama3", factor)
     assert (scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor) == (8192, 1, 4)
@@ -135,9 +105,7 @@ def test_divisors_are_llama_3s_scaling(factor: float, tmp_path: Path) -> None:
 
 
 def test_divisors_that_change_nothing(tmp_path: Path) -> None:
-    ones = {"rope_freqs.weight": np.ones(HEAD_DIM // 2, "f4")}
-    file = make_gguf(target_of(tmp_path), tmp_path / "m.gguf", tensors=ones)
-    checkpoint = load_checkpoint(file)
+    checkpoint = load_checkpoint(scaled(tmp_path, {}, divisors=np.ones(HEAD_DIM // 2)))
     assert checkpoint.dims.rope_scaling is None and "rope_freqs.weight" not in checkpoint.shapes
 
 
@@ -156,18 +124,11 @@ def test_divisors_that_change_nothing(tmp_path: Path) -> None:
     ids=["positions", "few", "reversed", "one-off", "linear", "zeros", "nan", "halves"],
 )
 def test_other_divisors_are_refused(values: np.ndarray, tmp_path: Path) -> None:
-    tensors = {"rope_freqs.weight": values.astype(np.float32)}
-    message = refusal(make_gguf(target_of(tmp_path), tmp_path / "m.gguf", tensors=tensors))
-    assert "rope_freqs.weight" in message
+    assert "rope_freqs.weight" in refusal(scaled(tmp_path, {}, divisors=values))
 
 
 def test_two_scalings_are_refused(tmp_path: Path) -> None:
-    file = make_gguf(
-        target_of(tmp_path),
-        tmp_path / "m.gguf",
-        metadata=keyed(LLAMA, {"type": "linear", "factor": 2.0}),
-        tensors={"rope_freqs.weight": divisors(8.0)},
-    )
+    file = scaled(tmp_path, {"type": "linear", "factor": 2.0}, divisors=divisors(8.0))
     assert "both llama.rope.scaling.* and rope_freqs.weight scale positions: which is it?" in refusal(file)
 
 
@@ -191,4 +152,4 @@ def test_two_scalings_are_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_other_scalings_are_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
-    assert message in refusal(make_gguf(target_of(tmp_path), tmp_path / "m.gguf", metadata=keyed(LLAMA, entries)))
+    assert message in refusal(scaled(tmp_path, entries))

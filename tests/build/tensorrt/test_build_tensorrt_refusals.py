@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_drafter, make_pair, make_target
+from fake_cuda import cudaError_t
 from quantized import quantize
-from tensorrt_builds import DIMS, NO_DRIVER, SUCCESS, Machine, build, refused
+from tensorrt_builds import DIMS, Machine, build, refused
 
 from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
+from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 from ddtree_trt.plugins import ABI
 
@@ -155,17 +160,17 @@ def test_the_extra_installs_what_the_build_takes(extra: str) -> None:
 
 
 def test_no_driver(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.cudaGetDeviceCount = lambda: (NO_DRIVER, None)
+    machine.cuda.fail["cudaGetDeviceCount"] = cudaError_t.cudaErrorInsufficientDriver
     refused(tmp_path, BuildError, "cudaGetDeviceCount failed with cudaErrorInsufficientDriver", "driver")
 
 
 def test_no_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.cudaGetDeviceCount = lambda: (SUCCESS, 0)
+    machine.cuda.count = 0
     refused(tmp_path, BuildError, "CUDA sees none", "build on the machine with the GPU")
 
 
 def test_an_old_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.device.major, machine.device.minor = 7, 5
+    machine.cuda.sm = 75
     refused(tmp_path, BuildError, "compute capability 7.5, engines need 8.0 or newer")
 
 
@@ -175,7 +180,7 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     mine = {"target": "mine", "checkpoint": target, "drafter": autoregressive}
     words = ["heads of 16 values have no kernel", "use --attention native"]
     refused(tmp_path / "1", UsageError, *words, **PLUGIN, **mine)
-    machine.device.major, machine.device.minor = 8, 6
+    machine.cuda.sm = 86
     fp8: dict[str, Any] = {**mine, "checkpoint": quantize(make_target(tmp_path / "fp8", **DIMS))}
     fp8["drafter"] = make_drafter(tmp_path / "dflash", **DIMS)
     refused(tmp_path / "3", UsageError, "FP8, which needs compute capability 8.9 or newer", "has 8.6", **fp8)
@@ -183,6 +188,20 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     build(tmp_path / "4", **{**fp8, "checkpoint": int4})
     small = {"drafter": make_drafter(tmp_path / "drafter", head_dim=16, max_positions=512)}
     refused(tmp_path / "2", UsageError, *words, **PLUGIN, **{**mine, **small})
+
+
+def test_windows_take_native_attention(with_plugins: Machine) -> None:
+    """The plugin has no windows: it is refused by name, and what chooses for the user takes TensorRT's own layers."""
+    plain = DFlashDims(96, 32, 2, 4, 2, 64, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
+    target, with_plugin, either = (plain, *(TensorRtBuild(BuilderOptions(attention=a)) for a in ("plugin", "auto")))
+    with_plugin.check((target, plain), "bf16")
+    assert either.attention((target, plain)) == "plugin"
+    for windows in ((12, 12), (3, 0)):
+        pair = target, replace(plain, windows=windows)
+        with pytest.raises(UsageError, match="the drafter's sliding windows have no kernel; use --attention native"):
+            with_plugin.check(pair, "bf16")
+        either.check(pair, "bf16")
+        assert either.attention(pair) == "native"
 
 
 @pytest.mark.rtx

@@ -13,7 +13,8 @@ import pytest
 import torch
 from checkpoints import edit_json, make_drafter, make_target, write_safetensors
 from engine_builds import build_engine
-from lowered import SUPPORTED, LoweredPair, with_body
+from fake_trt_engine import build_trt_engine
+from lowered import SUPPORTED, with_body
 from numerics import TOLERANCE, Array, Truth, path_to, random_tree
 from onnx import TensorProto, numpy_helper
 from quantized import ALGORITHMS, CASES, EVERY, GROUP, LEFT, projections, quantize
@@ -26,6 +27,7 @@ from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
+from ddtree_trt.runtime.engines.base import VerifyRequest
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
@@ -63,12 +65,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_prefill_and_a_tree(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """What rounds to another of the 8-bit values now and then moves a logit a little; leaving the rounding out moves it
     much more."""
-    drafter = load_checkpoint(make_drafter(tmp_path / "drafter", **DIMS))
-    lowered = LoweredPair(tmp_path / "graphs", checkpoint, drafter, LIMITS, "float32")
+    engine = build_trt_engine(checkpoint.path, make_drafter(tmp_path / "drafter", **DIMS), tmp_path / "e", max_batch=1)
     exact = QuantizedTruth(tmp_path / "exact", checkpoint)
     rng = np.random.default_rng(2)
     prompt = rng.integers(0, 96, 20)
-    found = lowered.prefill(0, prompt)
+    found = np.asarray(engine.prefill(0, prompt, rows="all", taps=True).logits)
     close = error(found, exact(prompt)[0])
     assert checkpoint.quantization is not None
     rounds = checkpoint.quantization.format.rounds_inputs
@@ -79,7 +80,7 @@ def test_prefill_and_a_tree(checkpoint: Checkpoint, tmp_path: Path) -> None:
         assert far > 5 * max(close, 1e-3), (close, far)
     tree = random_tree(rng, 12, 96)
     assert len(set(tree.parents.tolist())) < len(tree) - 1, "branches"
-    _, logits = lowered.verify({0: tree})[0]
+    logits = np.asarray(engine.verify([VerifyRequest(0, tree)])[0].logits)
     for leaf in sorted(set(range(12)) - set(tree.parents.tolist())):
         path = path_to(tree, leaf)
         expected = exact([*prompt, *tree.token_ids[path]])[0][-len(path) :]

@@ -16,6 +16,7 @@ from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_t
 from dflash_truth import DFlash
 from drafter_dialects import SHAPE, VOCABULARY, make_dialect
 from engine_builds import PACKAGED, build_engine, build_torch_engine
+from fake_trt_engine import FORMS, build_trt_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
@@ -31,6 +32,10 @@ from ddtree_trt.runtime.params import SamplingParams
 CHUNK, WINDOW, TOP_K = Limits.prefill_chunk, 12, 20
 Build = Callable[..., Measured]
 BUILDS: dict[str, Build] = {"onnxruntime": build_engine, "torch": build_torch_engine}
+# The graphs of TensorRT engines, run by ONNX Runtime on pretended machines.
+LOWERED: dict[str, Build] = {
+    form: partial(build_trt_engine, form=FORMS[form], max_seq_len=320, max_tree_budget=40) for form in FORMS
+}
 # As their config.json states them.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -46,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"windows": (WINDOW, WINDOW)},
     "a window below the block": {"windows": (3, 0), "block_size": 8},
     "causal": {"causal": (True, True)},
+    "one causal layer": {"causal": (False, True), "block_size": 8},
     "causal windows": {"causal": (True, True), "windows": (WINDOW, 3), "block_size": 8},
     "mixed": {
         "num_layers": 5,
@@ -213,7 +219,11 @@ MADE = {
     **{name: partial(varied, fields=fields) for name, fields in {**VARIANTS, **PAIRS}.items()},
     **{f"dialect {name}": partial(published, name=name) for name in DIALECTS},
 }
-MATRIX = [(name, build) for name in MADE for build in BUILDS if build == "onnxruntime" or "dialect" not in name]
+MATRIX = [
+    *((name, build) for name in MADE for build in BUILDS if build == "onnxruntime" or "dialect" not in name),
+    *((name, "native") for name in (*VARIANTS, *PAIRS)),
+    *((name, "plugin") for name, fields in {**VARIANTS, **PAIRS}.items() if "windows" not in fields),  # it has none
+]
 
 
 @pytest.mark.parametrize(("name", "build"), MATRIX)
@@ -221,7 +231,7 @@ def test_rounds(name: str, build: str, tmp_path: Path) -> None:
     """Behind prompts that are taken in by one pass of the drafter or by several, and contexts that end before, at and
     behind a window's edge; then rounds of uneven length, also two without a draft between them, and cuts: inside what
     the drafter's cache holds, and inside what it was told and has not taken in."""
-    pair = MADE[name](tmp_path, BUILDS[build])
+    pair = MADE[name](tmp_path, {**BUILDS, **LOWERED}[build])
     if name in PAIRS or "dialect" in name:
         prompts = [WINDOW - 2]
     else:

@@ -5,25 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from checkpoints import TARGET_DIMS, make_target, make_variant, reading_variant
+from checkpoints import make_target, make_variant, reading_variant
 from engine_builds import PACKAGED
 from fake_trt_engine import FORMS, Lowerings, Machine, generate, installed
 from fake_trt_engine import PROMPTS as PACKAGED_PROMPTS
-from numerics import path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device import buffers
 from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
-from ddtree_trt.runtime.candidates import Bilinear
-from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 
@@ -106,30 +101,6 @@ def test_rounds_of_a_head_for_pairs(heads: Pair) -> None:
     # Drawn from a flat distribution: a random drafter never names the most probable token.
     found = assert_same_rounds(heads, PROMPTS * 2, method="ddtree", tree_budget=40, temperature=9.0, seed=3)
     assert max(length for o in found for length in o.metrics.acceptance_lengths) > 1, "a draft was accepted"
-
-
-def test_drafts_of_a_head_for_pairs(heads: Pair) -> None:
-    """Passes over one slot and over all, with equally many new states and not."""
-    engines = [llm.engine for llm in heads[:2]]
-    rng, vocab = np.random.default_rng(5), TARGET_DIMS.vocab_size
-    for slot, size in enumerate((1, 20, 5)):
-        prompt = rng.integers(5, vocab, size)
-        for engine in engines:
-            engine.truncate(slot, 0)
-            engine.prefill(slot, prompt, rows="none", taps=True)
-    for slots in ((0, 1, 2), (1,), (0, 2), (2, 0, 1)):
-        requests = [DraftRequest(slot, 7 + slot, 5, 4) for slot in slots]
-        for ours, theirs in zip(*(engine.draft(requests) for engine in engines), strict=True):
-            found, expected = ours.candidates, theirs.candidates
-            assert isinstance(found, Bilinear) and isinstance(expected, Bilinear)
-            for name, values in asdict(expected).items():
-                np.testing.assert_allclose(getattr(found, name), values, atol=2e-3, err_msg=name)
-        for slot in (0, 1, 2):
-            tree = random_tree(rng, 12, vocab)
-            path = path_to(tree, int(rng.integers(len(tree))))
-            for engine in engines:
-                engine.verify([VerifyRequest(slot, tree)])
-                engine.commit(slot, path, taps=True)
 
 
 @pytest.mark.parametrize(

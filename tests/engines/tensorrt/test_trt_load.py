@@ -16,7 +16,7 @@ from engine_builds import PACKAGED
 from fake_cuda import cudaError_t
 from fake_trt_engine import FORMS, RTX, Lowerings, Machine, installed
 from fake_trt_runtime import VERSION
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file, save
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
@@ -134,10 +134,6 @@ def odd_slots(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     machine.edit(drafter_dims=replace(dims, num_kv_heads=1, num_heads=1), limits=replace(LIMITS, max_seq_len=63))
 
 
-def no_device(machine: Machine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(machine.cuda, "cudaGetDeviceCount", lambda: (cudaError_t.cudaSuccess, 0), raising=False)
-
-
 def autoregressive(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     machine.edit(drafter_kind="autoregressive", drafter_dims=load_manifest(machine.directory).target_dims)
 
@@ -166,7 +162,7 @@ REFUSALS = {
         lambda m, _: m.cuda.fail.update(cudaGetDeviceCount=cudaError_t.cudaErrorInsufficientDriver),
         ("a GPU of sm", "cudaErrorInsufficientDriver"),
     ),
-    "no GPU": Refusal(no_device, ("a GPU of sm", "found none")),
+    "no GPU": Refusal(set_cuda(count=0), ("a GPU of sm", "found none")),
     "another CUDA": Refusal(set_cuda(runtime=12090), ("CUDA 13.x", "found 12.9"), forms=TENSORRT),
     "an old driver": Refusal(
         set_cuda(runtime=13010, driver=12080),
@@ -240,6 +236,9 @@ def test_tables_of_another_model(machine: Machine) -> None:
     refused(machine, ArtifactError, "embedding should be", "F16", "I16")
     rewrite(machine, artifact.SHARED_WEIGHTS, stored.replace(b'"embedding"', b'"embeddong"'))
     refused(machine, ArtifactError, "no tensor 'embedding'")
+    more = save({**load(stored), "drafter.lm_head": np.zeros((1, 1), np.float16)})
+    rewrite(machine, artifact.SHARED_WEIGHTS, more)
+    refused(machine, ArtifactError, "has a tensor 'drafter.lm_head' that the engine has no place for")
     for data in (b"\xff" * 40, stored[:-2], stored[:20], stored.replace(b'"data_offsets": [0', b'"data_offsets": [2')):
         rewrite(machine, artifact.SHARED_WEIGHTS, data)
         refused(machine, ArtifactError, artifact.SHARED_WEIGHTS, "cannot be read")

@@ -11,6 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,6 @@ class cudaMemcpyKind(IntEnum):
 
 class cudaStreamCaptureMode(IntEnum):
     cudaStreamCaptureModeThreadLocal = 1
-
-
-class _Properties:
-    def __init__(self, name: str, sm: int) -> None:
-        self.name, self.major, self.minor = name.encode(), sm // 10, sm % 10
 
 
 class _Memory:
@@ -71,7 +67,10 @@ class FakeCuda:
     cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode = cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode
     cudaStreamNonBlocking, cudaHostAllocDefault = 1, 0
 
-    def __init__(self, *, memory_bytes: int = 1 << 30, sm: int = 90, runtime: int = 13000, driver: int = 13000) -> None:
+    name, count, memory_bytes, runtime, driver = "Pretended GPU\0\0", 1, 1 << 30, 13000, 13000
+
+    def __init__(self, sm: int = 90) -> None:
+        self.sm = sm
         self.device, self.pinned = _Memory(), _Memory()
         self.log: list[tuple[Any, ...]] = []
         self.fail: dict[str, cudaError_t] = {}
@@ -82,7 +81,6 @@ class FakeCuda:
         self.capturing: list[Work] | None = None
         self._next = 1
         self.current: dict[int, int] = {}  # thread → GPU; the one that opens an engine has chosen number 1
-        self.memory_bytes, self.sm, self.runtime, self.driver = memory_bytes, sm, runtime, driver
 
     @property
     def leaks(self) -> list[str]:
@@ -108,76 +106,79 @@ class FakeCuda:
         return self._next
 
     def __getattribute__(self, name: str) -> Any:
+        """A function of CUDA returns its status before what the method below returns."""
         found = super().__getattribute__(name)
         if not (name.startswith("cuda") and callable(found)) or isinstance(found, type):
             return found
-        if (status := self.fail.pop(name, None)) is not None:
-            return lambda *_: (status, *([None] if name != "cudaStreamSynchronize" else []))
-        return found
 
-    def cudaGetErrorString(self, status: IntEnum) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, f"words for {int(status)}".encode()
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            if (status := self.fail.pop(name, None)) is not None:
+                return (status, *([None] if name != "cudaStreamSynchronize" else []))
+            result = found(*arguments)
+            return (
+                cudaError_t.cudaSuccess,
+                *(result if isinstance(result, tuple) else (result,) * (result is not None)),
+            )
 
-    def cudaGetDeviceCount(self) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, 1
+        return call
 
-    def cudaGetDevice(self) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, self.current.setdefault(threading.get_ident(), 1)
+    def cudaGetErrorString(self, status: IntEnum) -> Any:
+        return f"words for {int(status)}".encode()
 
-    def cudaSetDevice(self, index: int) -> tuple[Any, ...]:
+    def cudaGetDeviceCount(self) -> Any:
+        return self.count
+
+    def cudaGetDevice(self) -> Any:
+        return self.current.setdefault(threading.get_ident(), 1)
+
+    def cudaSetDevice(self, index: int) -> Any:
         self.current[threading.get_ident()] = index
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaGetDeviceProperties(self, device: int) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, _Properties("Pretended GPU", self.sm)
+    def cudaGetDeviceProperties(self, device: int) -> Any:
+        return SimpleNamespace(name=self.name.encode(), major=self.sm // 10, minor=self.sm % 10)
 
-    def cudaRuntimeGetVersion(self) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, self.runtime
+    def cudaRuntimeGetVersion(self) -> Any:
+        return self.runtime
 
-    def cudaDriverGetVersion(self) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, self.driver
+    def cudaDriverGetVersion(self) -> Any:
+        return self.driver
 
-    def cudaMemGetInfo(self) -> tuple[Any, ...]:
+    def cudaMemGetInfo(self) -> Any:
         used = sum(map(len, self.device.blocks.values()))
-        return cudaError_t.cudaSuccess, self.memory_bytes - used, self.memory_bytes
+        return self.memory_bytes - used, self.memory_bytes
 
-    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Any, ...]:
+    def cudaStreamCreateWithFlags(self, flags: int) -> Any:
         handle = self._handle()
         self.streams.add(handle)
-        return cudaError_t.cudaSuccess, handle
+        return handle
 
-    def cudaStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+    def cudaStreamDestroy(self, stream: int) -> Any:
         self.streams.remove(stream)
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
+    def cudaStreamSynchronize(self, stream: int) -> Any:
         assert stream in self.streams
         assert self.capturing is None, "a wait ends the recording of a graph"
         self.log.append(("wait",))
         while self._queue:
             self._queue.pop(0)()
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaMalloc(self, size: int) -> tuple[Any, ...]:
+    def cudaMalloc(self, size: int) -> Any:
         self.log.append(("malloc", size))
-        return cudaError_t.cudaSuccess, self.device.add(size)
+        return self.device.add(size)
 
-    def cudaFree(self, address: int) -> tuple[Any, ...]:
+    def cudaFree(self, address: int) -> Any:
         del self.device.blocks[address]
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaHostAlloc(self, size: int, flags: int) -> tuple[Any, ...]:
-        return cudaError_t.cudaSuccess, self.pinned.add(size)
+    def cudaHostAlloc(self, size: int, flags: int) -> Any:
+        return self.pinned.add(size)
 
-    def cudaFreeHost(self, address: int) -> tuple[Any, ...]:
+    def cudaFreeHost(self, address: int) -> Any:
         del self.pinned.blocks[address]
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
+    def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> Any:
         self.enqueue(lambda: self.device.view(address, size).fill(value), "clear", size)
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: Any, stream: int) -> tuple[Any, ...]:
+    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: Any, stream: int) -> Any:
         assert stream in self.streams
         if kind == cudaMemcpyKind.cudaMemcpyHostToDevice:
             if self.pinned.holds(source, size):
@@ -196,35 +197,30 @@ class FakeCuda:
             written[:] = read
 
         self.enqueue(work, name, size)
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaStreamBeginCapture(self, stream: int, mode: IntEnum) -> tuple[Any, ...]:
+    def cudaStreamBeginCapture(self, stream: int, mode: IntEnum) -> Any:
         assert self.capturing is None
         self.capturing = []
         self.log.append(("capture",))
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaStreamEndCapture(self, stream: int) -> tuple[Any, ...]:
+    def cudaStreamEndCapture(self, stream: int) -> Any:
         assert self.capturing is not None
         handle = self._handle()
         self._recorded[handle], self.capturing = self.capturing, None
-        return cudaError_t.cudaSuccess, handle
+        return handle
 
-    def cudaGraphInstantiate(self, graph: int, flags: int) -> tuple[Any, ...]:
+    def cudaGraphInstantiate(self, graph: int, flags: int) -> Any:
         handle = self._handle()
         self.graphs[handle] = list(self._recorded[graph])
-        return cudaError_t.cudaSuccess, handle
+        return handle
 
-    def cudaGraphDestroy(self, graph: int) -> tuple[Any, ...]:
+    def cudaGraphDestroy(self, graph: int) -> Any:
         del self._recorded[graph]
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaGraphLaunch(self, graph: int, stream: int) -> tuple[Any, ...]:
+    def cudaGraphLaunch(self, graph: int, stream: int) -> Any:
         assert self.capturing is None
         self.log.append(("launch", graph))
         self._queue += self.graphs[graph]
-        return (cudaError_t.cudaSuccess,)
 
-    def cudaGraphExecDestroy(self, graph: int) -> tuple[Any, ...]:
+    def cudaGraphExecDestroy(self, graph: int) -> Any:
         del self.graphs[graph]
-        return (cudaError_t.cudaSuccess,)

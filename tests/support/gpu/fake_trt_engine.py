@@ -14,23 +14,26 @@ import pytest
 from engine_builds import PACKAGED
 from fake_cuda import FakeCuda
 from fake_trt_runtime import VERSION, FakeEngine, FakeTrt
-from lowered import LoweredPair, Session
+from lowered import Session
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.backends import BackendName
+from ddtree_trt.artifact.backends import TENSORRT, BackendName
 from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.plans import drafter_sizes, target_sizes, write_shared
+from ddtree_trt.build.backends.base import Inputs
+from ddtree_trt.build.backends.tensorrt import plans
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
-from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
-from ddtree_trt.device.buffers import CacheShape, with_aligned_slots
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library
+from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile, fingerprint, store
+from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -38,19 +41,14 @@ from ddtree_trt.runtime.params import SamplingParams
 LIMITS = Limits(max_seq_len=256, max_batch=3, max_tree_budget=40, prefill_chunk=32)  # of conftest's `lowerings`
 PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of them. How many are left?", "a"]
 BLOCK = 16  # of the packaged drafter; the most a round commits
-FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Form:
     """What an engine is made of."""
 
-    lowering: type[TensorRtGraph] = PluginGraph
+    native: bool = False  # whether attention is TensorRT's own
     backend: BackendName = "tensorrt"
-
-    @property
-    def native(self) -> bool:
-        return self.lowering is NativeGraph
 
     @property
     def toolchain(self) -> dict[str, str]:
@@ -60,8 +58,8 @@ class Form:
 
 
 PLUGIN = Form()
-RTX = Form(NativeGraph, backend="tensorrt-rtx")
-FORMS = {"plugin": PLUGIN, "native": Form(NativeGraph)}  # of the tests that run on every form
+RTX = Form(native=True, backend="tensorrt-rtx")
+FORMS = {"plugin": PLUGIN, "native": Form(native=True)}  # of the tests that run on every form
 
 
 @dataclass
@@ -110,19 +108,21 @@ class Lowerings:
         """`like` is an engine directory of the same pair whose tokenizer and stop tokens are taken."""
         self._target, self._drafter = load_checkpoint(target), load_checkpoint(drafter)
         if form.native:
-            networks = (self._target.dims, self._drafter.dims)
-            limits = with_aligned_slots(limits, networks, PRECISIONS[precision].value_bytes)
+            pair = (self._target.dims, self._drafter.dims)
+            limits = with_aligned_slots(limits, pair, PRECISIONS[precision].value_bytes)
         self._folder, self._like, self._limits, self._precision, self.form = folder, like, limits, precision, form
         self._machines = 0
-        floats = FLOATS[precision]
-        self.pair = LoweredPair(folder / "graphs", self._target, self._drafter, limits, floats, form.lowering)
-        window = window_rows(self._drafter.dims)
-        cache = CacheShape.of(self._target.dims, limits, PRECISIONS[precision].value_bytes)
-        graph = compaction_graph(cache, floats, window, "native" if form.native else "plugin")
-        self._compaction = Session(folder / "graphs" / "move.onnx", graph)
-        self._planes = {} if form.native else {PLANES: (1, 1, cache.planes)}
-        if target.is_relative_to(PACKAGED) and self.pair.kind.block_size:
-            assert self.pair.kind.block_size == BLOCK
+        self._networks: list[tuple[plans.Network, Session]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            # ONNX Runtime computes nothing in bf16 on a CPU.
+            patch.setattr(plans, "block_drafter_precision", lambda engine: engine)
+            inputs = Inputs(self._target, self._drafter, limits, precision)
+            for network in plans.networks(inputs, "native" if form.native else "plugin"):
+                graphs = folder / "graphs" / network.name
+                graphs.mkdir(parents=True)
+                with WeightFile(graphs / artifact.WEIGHTS) as sink:
+                    graph = network.make(sink)
+                self._networks.append((network, Session(graphs / "graph.onnx", graph)))
 
     @classmethod
     def packaged(cls, folder: Path, like: Path, form: Form = PLUGIN, precision: PrecisionName = "fp32") -> Lowerings:
@@ -137,24 +137,19 @@ class Lowerings:
         shutil.copytree(self._like, folder, ignore=shutil.ignore_patterns("*.onnx", "weights.bin", "profile.json"))
         plugin_library = self._folder / f"{name}.so"
         plugin_library.write_bytes(b"plugins")
-        (folder / artifact.TARGET_PLAN).write_bytes(b"the target's plan")
-        (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
-        (folder / artifact.COMPACTION_PLAN).write_bytes(b"the compaction's plan")
-        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
-        target, drafter = target_sizes(self._limits), drafter_sizes(self._limits, self.pair.kind.block_size)
-        engines = {
-            b"the target's plan": FakeEngine("target", self.pair.target, target),
-            b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter),
-            b"the compaction's plan": FakeEngine("compaction", self._compaction, self._planes),
-        }
+        engines = {}
+        for network, session in self._networks:
+            plan = f"the {network.name}'s plan".encode()
+            (folder / network.plan).write_bytes(plan)
+            engines[plan] = FakeEngine(network.name, session, network.sizes)
+        plans.write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
         manifest = self._manifest(folder, plugin_library, engines.values())
         (folder / artifact.MANIFEST).write_text(manifest.to_json())
         fake_cuda = FakeCuda(sm=89 if self.form.backend == "tensorrt-rtx" else 90)
         return Machine(fake_cuda, FakeTrt(fake_cuda, engines), folder, plugin_library, self.form)
 
     def _manifest(self, folder: Path, plugin_library: Path, engines: Any) -> Manifest:
-        plans = (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN, artifact.COMPACTION_PLAN)
-        kept = (*plans, artifact.SHARED_WEIGHTS, *TOKENIZER_FILES)
+        kept = (*TENSORRT.files, *TOKENIZER_FILES)
         files = {n: FileEntry((folder / n).stat().st_size, artifact.sha256_file(folder / n)) for n in kept}
         return replace(
             load_manifest(self._like),
@@ -181,6 +176,26 @@ def installed(machine: Machine) -> Iterator[Machine]:
     with pytest.MonkeyPatch.context() as patch:
         machine.install(patch)
         yield machine
+
+
+def build_trt_engine(
+    target: Path,
+    drafter: Path,
+    engine: Path,
+    *,
+    form: Form = PLUGIN,
+    precision: PrecisionName = "fp32",
+    prefill_chunk: int = Limits.prefill_chunk,
+    **options: Any,
+) -> TrtEngine:
+    """An engine on a pretended machine, with files below the folder `engine`; `options` are of the build."""
+    like = engine / "like"
+    request = BuildRequest(target="pair", checkpoint=target, drafter=drafter, output=like, **options)
+    limits = replace(compile_engine(request).limits, prefill_chunk=prefill_chunk)
+    with installed(Lowerings(engine, target, drafter, like, limits, precision, form).machine()) as machine:
+        opened = open_engine(machine.directory)
+    assert isinstance(opened, TrtEngine)
+    return opened
 
 
 def generate(llm: LLM, prompts: list[str], **options: Any) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""The TensorRT graphs of either lowering in ONNX Runtime, their caches on the host.
+"""The TensorRT graphs of either lowering in ONNX Runtime.
 
 A plugin's node gets a body of ONNX operators. The body says what the kernels do, as `kernel_reference.py` does, for
 ONNX Runtime to run; nothing of it is packaged.
@@ -11,23 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
-from kernel_reference import compact, packed_mask
-from numpy.typing import NDArray
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph, TensorRtGraph
-from ddtree_trt.build.graph.networks import build_target_graph
-from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.drafters import kind as kinds
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 # Operators of docs/operators.md in onnx/onnx-tensorrt that its table says TensorRT 11.0 supports, of those a
 # transformer might use (commit 2f3fa349247d9ff52d7662cb995c82278df31a86). Attention, RMSNormalization, RotaryEmbedding
@@ -42,163 +31,98 @@ SUPPORTED = frozenset(
     """.split()
 )
 
-_ATTRIBUTES = ", ".join([*plugins.ATTENTION_ATTRIBUTES, "plugin_namespace", "plugin_version"])
-_BODY = """
-<opset_import: ["" : {opset}], domain: "ddtree">
-DDTreeAttention <{attributes}> (q, k, v, past_k, past_v, slot_ids, past_len, tree_mask) => (attn, present_k, present_v)
-{{
-    n = Shape <start = 0, end = 1> (q)
-    t = Shape <start = 1, end = 2> (q)
-    d = Shape <start = 3, end = 4> (q)
-    heads = Shape <start = 1, end = 2> (past_k)
-    s = Shape <start = 2, end = 3> (past_k)
-    zero = Constant <value = int64 {{0}}> ()
-    one = Constant <value = int64 {{1}}> ()
-    last = Constant <value = int64[1] {{-1}}> ()
-    first = Constant <value = int64[1] {{1}}> ()
-    second = Constant <value = int64[1] {{2}}> ()
-    slots = Cast <to = 7> (slot_ids)
-    past = Cast <to = 7> (past_len)
-    t0 = Squeeze (t)
-    s0 = Squeeze (s)
-    heads0 = Squeeze (heads)
-    rows = Range (zero, t0, one)
-    columns = Range (zero, s0, one)
-    every_head = Range (zero, heads0, one)
-    by_slot = Constant <value = int64[3] {{-1, 1, 1}}> ()
-    by_head = Constant <value = int64[3] {{1, -1, 1}}> ()
-    slot_index = Reshape (slots, by_slot)
-    head_index = Reshape (every_head, by_head)
-    starts = Reshape (past, by_slot)
-    row_index = Add (starts, rows)
-    place = Concat <axis = 0> (n, heads, t)
-    slot_all = Expand (slot_index, place)
-    head_all = Expand (head_index, place)
-    row_all = Expand (row_index, place)
-    slot_part = Unsqueeze (slot_all, last)
-    head_part = Unsqueeze (head_all, last)
-    row_part = Unsqueeze (row_all, last)
-    index = Concat <axis = -1> (slot_part, head_part, row_part)
-    new_k = Transpose <perm = [0, 2, 1, 3]> (k)
-    new_v = Transpose <perm = [0, 2, 1, 3]> (v)
-    present_k = ScatterND (past_k, index, new_k)
-    present_v = ScatterND (past_v, index, new_v)
-    keys_half = Gather <axis = 0> (present_k, slots)
-    values_half = Gather <axis = 0> (present_v, slots)
-    keys = Cast <to = 1> (keys_half)
-    values = Cast <to = 1> (values_half)
-    queries = Cast <to = 1> (q)
-    swapped = Transpose <perm = [0, 2, 1, 3]> (queries)
-    group_shape = Concat <axis = 0> (n, heads, last, t, d)
-    grouped = Reshape (swapped, group_shape)
-    keys5 = Unsqueeze (keys, second)
-    values5 = Unsqueeze (values, second)
-    keys_turned = Transpose <perm = [0, 1, 2, 4, 3]> (keys5)
-    products = MatMul (grouped, keys_turned)
-    scale = Constant <value_float : float = @scale> ()
-    scores = Mul (products, scale)
-    new = Sub (columns, starts)
-    in_past = Less (new, zero)
-    behind = Less (new, t0)
-    not_past = Not (in_past)
-    in_call = And (not_past, behind)
-{seen_new}
-    seen = Or (in_past, seen_new)
-    seen_all = Unsqueeze (seen, first)
-    seen_by_head = Unsqueeze (seen_all, first)
-    hidden = Constant <value = float {{-1e30}}> ()
-    masked = Where (seen_by_head, scores, hidden)
-    weights = Softmax <axis = -1> (masked)
-    out5 = MatMul (weights, values5)
-    all_heads = Concat <axis = 0> (n, last, t, d)
-    out4 = Reshape (out5, all_heads)
-    out = Transpose <perm = [0, 2, 1, 3]> (out4)
-    attn = CastLike (out, q)
-}}
-"""
-# For one sequence. Entries of `keep` from the first that does not rise on leave their rows as they are.
-_COMPACT_BODY = """
-<opset_import: ["" : {opset}], domain: "ddtree">
-DDTreeKVCompact <plugin_namespace, plugin_version> (past_cache, slot_ids, past_len, keep) => (present_cache)
-{{
-    zero = Constant <value = int64 {{0}}> ()
-    one = Constant <value = int64 {{1}}> ()
-    flat = Constant <value = int64[1] {{-1}}> ()
-    first = Constant <value = int64[1] {{1}}> ()
-    start = Cast <to = 7> (past_len)
-    kept_wide = Cast <to = 7> (keep)
-    kept = Reshape (kept_wide, flat)
-    window = Shape (kept)
-    window0 = Squeeze (window)
-    own = Range (zero, window0, one)
-    begin = Constant <value = int64[1] {{0}}> ()
-    all_but_last = Constant <value = int64[1] {{-1}}> ()
-    earlier = Slice (kept, begin, all_but_last)
-    before = Concat <axis = 0> (flat, earlier)
-    falls = LessOrEqual (kept, before)
-    fall = Cast <to = 7> (falls)
-    fallen = CumSum (fall, zero)
-    rises = Equal (fallen, zero)
-    source = Where (rises, kept, own)
-    target_rows = Add (own, start)
-    source_rows = Add (source, start)
-    s = Shape <start = 3, end = 4> (past_cache)
-    s0 = Squeeze (s)
-    every_row = Range (zero, s0, one)
-    rows = ScatterElements <axis = 0> (every_row, target_rows, source_rows)
-    moved = Gather <axis = 3> (past_cache, rows)
-    slots = Shape <start = 1, end = 2> (past_cache)
-    slots0 = Squeeze (slots)
-    every_slot = Range (zero, slots0, one)
-    slot = Cast <to = 7> (slot_ids)
-    this = Equal (every_slot, slot)
-    by_slot = Constant <value = int64[5] {{1, -1, 1, 1, 1}}> ()
-    here = Reshape (this, by_slot)
-    present_cache = Where (here, moved, past_cache)
-}}
-"""
-_SEEN: dict[MaskMode, str] = {
-    MaskMode.NONE: "    seen_new = Identity (in_call)",
-    MaskMode.CAUSAL: """
-    row_column = Unsqueeze (rows, last)
-    earlier = LessOrEqual (new, row_column)
-    seen_new = And (earlier, in_call)""",
-    MaskMode.TREE: """
-    words = Cast <to = 12> (tree_mask)
-    words_apart = Unsqueeze (words, last)
-    shift_wide = Constant <value = int64[32] {shifts}> ()
-    shifts = Cast <to = 12> (shift_wide)
-    one_bit = Cast <to = 12> (one)
-    shifted = BitShift <direction = "RIGHT"> (words_apart, shifts)
-    bits_apart = BitwiseAnd (shifted, one_bit)
-    bits_number = Cast <to = 6> (bits_apart)
-    flat = Constant <value = int64[3] {{0, 0, -1}}> ()
-    bits = Reshape (bits_number, flat)
-    width = Shape <start = 2, end = 3> (bits)
-    width0 = Squeeze (width)
-    limit = Sub (width0, one)
-    inside = Clip (new, zero, limit)
-    square = Concat <axis = 0> (n, t, s)
-    chosen = Expand (inside, square)
-    bit = GatherElements <axis = 2> (bits, chosen)
-    set = Cast <to = 9> (bit)
-    row_column = Unsqueeze (rows, last)
-    topological = LessOrEqual (new, row_column)
-    set_earlier = And (set, topological)
-    seen_new = And (set_earlier, in_call)""".replace("{shifts}", "{{" + ", ".join(map(str, range(32))) + "}}"),
-}
+FLOAT, INT32, INT64, UINT32, BOOL = (getattr(TensorProto, kind) for kind in "FLOAT INT32 INT64 UINT32 BOOL".split())
+
+
+class _Body:
+    """Nodes of a function's body: `op.Add(x, y)` appends one and returns the name of its output."""
+
+    def __init__(self) -> None:
+        self.nodes: list[NodeProto] = []
+
+    def __getattr__(self, kind: str) -> Any:
+        def append(*inputs: str, out: str | None = None, **attributes: Any) -> str:
+            name = out or f"{kind}.{len(self.nodes)}"
+            self.nodes.append(helper.make_node(kind, inputs, [name], **attributes))
+            return name
+
+        return append
+
+    def int64(self, *values: int) -> str:
+        return str(self.Constant(value_ints=list(values)))
+
+    def size(self, x: str, axis: int) -> str:
+        """int64 [1]."""
+        return str(self.Shape(x, start=axis, end=axis + 1))
+
+    def range(self, size: str) -> str:
+        return str(self.Range(self.Constant(value_int=0), self.Squeeze(size), self.Constant(value_int=1)))
+
+    def function(self, name: str, inputs: str, outputs: str, attributes: Sequence[str] = ()) -> FunctionProto:
+        names = [*attributes, "plugin_namespace", "plugin_version"]
+        opset = [helper.make_opsetid("", PluginGraph.opset)]
+        return helper.make_function(plugins.NAMESPACE, name, inputs.split(), outputs.split(), self.nodes, opset, names)
 
 
 def attention_body(mode: MaskMode, name: str = plugins.ATTENTION) -> FunctionProto:
     """`DDTreeAttention` in one mask mode, as a function of ONNX operators of that name."""
-    seen = _SEEN[mode].replace("{{", "{").replace("}}", "}")
-    text = _BODY.format(opset=PluginGraph.opset, attributes=_ATTRIBUTES, seen_new=seen)
-    return onnx.parser.parse_function(text.replace(plugins.ATTENTION, name))
+    op = _Body()
+    n, t, d, heads, s = op.size("q", 0), op.size("q", 1), op.size("q", 3), op.size("past_k", 1), op.size("past_k", 2)
+    last, by_slot = op.int64(-1), op.int64(-1, 1, 1)
+    slots, rows = op.Cast("slot_ids", to=INT64), op.range(t)
+    starts = op.Reshape(op.Cast("past_len", to=INT64), by_slot)  # [N, 1, 1]
+    # Slot, head and row of every new key and value: [N, Hkv, T, 3]
+    place = op.Concat(n, heads, t, axis=0)
+    parts = op.Reshape(slots, by_slot), op.Reshape(op.range(heads), op.int64(1, -1, 1)), op.Add(starts, rows)
+    index = op.Concat(*(op.Unsqueeze(op.Expand(part, place), last) for part in parts), axis=-1)
+    for x in "kv":
+        op.ScatterND(f"past_{x}", index, op.Transpose(x, perm=[0, 2, 1, 3]), out=f"present_{x}")
+    single = (op.Cast(op.Gather(f"present_{x}", slots, axis=0), to=FLOAT) for x in "kv")
+    keys, values = (op.Unsqueeze(x, op.int64(2)) for x in single)  # [N, Hkv, 1, S, D]
+    grouped = op.Concat(n, heads, last, t, d, axis=0)
+    queries = op.Reshape(op.Transpose(op.Cast("q", to=FLOAT), perm=[0, 2, 1, 3]), grouped)
+    scale = op.Constant(value_float=0.0)
+    op.nodes[-1].attribute[0].ref_attr_name = plugins.SCALE  # in place of the 0
+    op.nodes[-1].attribute[0].ClearField("f")
+    scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 2, 4, 3])), scale)
+
+    new = op.Sub(op.range(s), starts)  # [N, 1, S]: a cache row's place among the new ones
+    in_past = op.Less(new, op.int64(0))
+    seen = op.And(op.Not(in_past), op.Less(new, t))
+    if mode is not MaskMode.NONE:
+        seen = op.And(seen, op.LessOrEqual(new, op.Unsqueeze(rows, last)))
+    if mode is MaskMode.TREE:
+        words = op.Unsqueeze(op.Cast("tree_mask", to=UINT32), last)
+        shifted = op.BitShift(words, op.Cast(op.int64(*range(32)), to=UINT32), direction="RIGHT")
+        bits = op.Cast(op.BitwiseAnd(shifted, op.Cast(op.int64(1), to=UINT32)), to=INT32)
+        bits = op.Reshape(bits, op.int64(0, 0, -1))
+        inside = op.Min(op.Max(new, op.int64(0)), op.Sub(op.size(bits, 2), op.int64(1)))
+        chosen = op.GatherElements(bits, op.Expand(inside, op.Concat(n, t, s, axis=0)), axis=2)
+        seen = op.And(seen, op.Cast(chosen, to=BOOL))
+    visible = op.Unsqueeze(op.Or(in_past, seen), op.int64(1, 2))
+    weights = op.Softmax(op.Where(visible, scores, op.Constant(value_float=-1e30)), axis=-1)
+    out = op.Reshape(op.MatMul(weights, values), op.Concat(n, last, t, d, axis=0))
+    op.CastLike(op.Transpose(out, perm=[0, 2, 1, 3]), "q", out="attn")
+    inputs = "q k v past_k past_v slot_ids past_len tree_mask"
+    return op.function(name, inputs, "attn present_k present_v", plugins.ATTENTION_ATTRIBUTES)
 
 
 def compact_body() -> FunctionProto:
-    """`DDTreeKVCompact` as a function of ONNX operators of that name."""
-    return onnx.parser.parse_function(_COMPACT_BODY.format(opset=PluginGraph.opset))
+    """`DDTreeKVCompact` for one sequence as a function of ONNX operators. Entries of `keep` from the first that does
+    not rise on leave their rows as they are."""
+    op = _Body()
+    start, flat = op.Cast("past_len", to=INT64), op.int64(-1)
+    kept = op.Reshape(op.Cast("keep", to=INT64), flat)
+    own = op.range(op.Shape(kept))
+    before = op.Concat(flat, op.Slice(kept, op.int64(0), flat), axis=0)
+    fallen = op.CumSum(op.Cast(op.LessOrEqual(kept, before), to=INT64), op.Constant(value_int=0))
+    source = op.Where(op.Equal(fallen, op.int64(0)), kept, own)
+    every_row = op.range(op.size("past_cache", 3))
+    rows = op.ScatterElements(every_row, op.Add(own, start), op.Add(source, start), axis=0)
+    here = op.Equal(op.range(op.size("past_cache", 1)), op.Cast("slot_ids", to=INT64))
+    moved = op.Gather("past_cache", rows, axis=3)
+    op.Where(op.Reshape(here, op.int64(1, -1, 1, 1, 1)), moved, "past_cache", out="present_cache")
+    return op.function(plugins.COMPACT, "past_cache slot_ids past_len keep", "present_cache")
 
 
 def with_body(model: ModelProto) -> ModelProto:
@@ -248,130 +172,3 @@ class Session:
         self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         self.types = {i.name: kinds.get(i.type, np.int32) for i in self.session.get_inputs()}
-
-
-class Lowered(Session):
-    """One lowered network, with the cache of its slots: [planes, slots, Hkv, S, D] on the host."""
-
-    def __init__(self, path: Path, model: ModelProto, dims: TransformerDims, limits: Limits) -> None:
-        super().__init__(path, model)
-        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
-        self._outputs = [o.name for o in self.session.get_outputs()]
-        shape = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
-        self.cache = np.zeros((len(self._past), *shape), self.types[self._past[0]])
-        self.lengths = np.zeros(limits.max_batch, np.int32)
-
-    def run(self, slots: Sequence[int], inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """One pass over some slots, behind their committed rows; the cache takes the new rows in. Without slot ids the
-        graph gets the caches of these slots only."""
-        rows = list(slots)
-        control = {names.PAST_LEN: self.lengths[rows]}
-        bound: Any = rows
-        if names.SLOT_IDS in self.types:
-            control[names.SLOT_IDS], bound = np.array(rows), slice(None)
-        feed = {**inputs, **control, **dict(zip(self._past, self.cache[:, bound], strict=True))}
-        assert set(feed) == set(self.types)
-        typed = {name: np.asarray(value, self.types[name]) for name, value in feed.items()}
-        outputs = dict(zip(self._outputs, self.session.run(self._outputs, typed), strict=True))
-        for plane, name in enumerate(self._present):
-            self.cache[plane, bound] = outputs.pop(name)
-        return outputs
-
-
-class LoweredPair:
-    """A target and its drafter as TensorRT would run them: batches of slots, each with its own tree."""
-
-    def __init__(
-        self,
-        folder: Path,
-        target: Checkpoint,
-        drafter: Checkpoint,
-        limits: Limits,
-        floats: str,
-        lowering: type[TensorRtGraph] = PluginGraph,
-    ) -> None:
-        folder.mkdir()
-        kind, tied = drafter.kind, target.tie_word_embeddings
-        with WeightFile(folder / "weights.bin") as sink:
-            graph = build_target_graph(
-                lowering("target", sink, floats),
-                target.dims,
-                target.tensor,
-                tap_layers=kind.tap_layers,
-                limits=limits,
-                tied=tied,
-                quantized=target,
-            )
-            drafter_graph = drafter.kind.load("graph")(lowering("drafter", sink, floats), drafter, target, limits)
-        self.kind, self.words = kind, -(-limits.max_tokens_per_pass // 32)
-        self.target = Lowered(folder / "target.onnx", graph, target.dims, limits)
-        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, drafter.dims, limits)
-        self.tables = {
-            names.EMBEDDING: target.tensor(EMBEDDING),
-            names.HEAD: target.tensor(EMBEDDING if tied else HEAD),
-        }
-        table_names = {kinds.EMBEDDING: names.EMBEDDING, kinds.HEAD: names.HEAD}
-        self.drafter_tables = {
-            **self.tables,
-            **{table_names[t.name]: drafter.tensor(*t.sources) for t in kind.own_tables if kind.block_size},
-        }
-        self.states: dict[int, list[NDArray[Any]]] = {slot: [] for slot in range(limits.max_batch)}
-        self._taps: dict[int, NDArray[Any]] = {}
-
-    def verify(self, trees: dict[int, TokenTree]) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
-        """(choices [T], logits [T, V]) by slot, of one pass over all trees, padded to the largest: a padded row sees
-        itself."""
-        slots, widest = list(trees), max(map(len, trees.values()))
-        shape = (len(slots), widest)
-        token_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        mask = np.zeros((*shape, self.words), np.int32)
-        mask[:] = packed_mask(np.full(widest, -1, np.int32), self.words)
-        rows: list[int] = []
-        for n, slot in enumerate(slots):
-            tree, size = trees[slot], len(trees[slot])
-            token_ids[n, :size] = tree.token_ids
-            positions[n, :size] = self.target.lengths[slot] + tree.depths
-            mask[n, :size] = packed_mask(tree.parents, self.words)
-            rows += range(n * widest, n * widest + size)
-        inputs = {names.TOKEN_IDS: token_ids, names.POSITIONS: positions, names.TREE_MASK: mask}
-        said = self.target.run(slots, {**inputs, names.ROWS: np.array(rows), **self.tables})
-        ends = np.cumsum([len(trees[slot]) for slot in slots])[:-1]
-        parts = zip(slots, np.split(said[names.CHOICES], ends), np.split(said[names.LOGITS], ends), strict=True)
-        self._taps = {slot: said[names.TAPS][n] for n, slot in enumerate(slots)}
-        return {slot: (choices, logits) for slot, choices, logits in parts}
-
-    def commit(self, slot: int, path: NDArray[np.int32]) -> None:
-        """Keep these nodes of the slot's last tree."""
-        target = self.target
-        keep, count = np.asarray(path, np.int32)[None], np.array([len(path)], np.int32)
-        target.cache = compact(target.cache, np.array([slot]), target.lengths[slot : slot + 1], keep, count)
-        target.lengths[slot] += len(path)
-        self.states[slot].append(self._taps[slot][path])
-
-    def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> NDArray[Any]:
-        """A chain, all of it kept; its logits [T, V]."""
-        size = len(token_ids)
-        _, logits = self.verify({slot: token_chain(token_ids)})[slot]
-        self.commit(slot, np.arange(size, dtype=np.int32))
-        return logits
-
-    def draft(self, slots: Sequence[int], bonus: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(log_probs, candidates) [N, L, K] of slots with equally many new states."""
-        said = self.drafted(slots, bonus)
-        return said[names.LOG_PROBS], said[names.CANDIDATES]
-
-    def drafted(self, slots: Sequence[int], bonus: int) -> dict[str, NDArray[Any]]:
-        """The outputs of a draft of slots with equally many new states, by name."""
-        states = np.stack([np.concatenate(self.states[slot]) for slot in slots])
-        length = self.kind.block_size
-        assert length is not None, "an autoregressive drafter is a language model like the target"
-        block = np.full((len(slots), length), self.kind.mask_token_id)
-        block[:, 0] = bonus
-        size = states.shape[1]
-        positions = self.drafter.lengths[list(slots), None] + np.arange(size + length)
-        inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.drafter_tables}
-        said = self.drafter.run(slots, inputs)
-        for slot in slots:
-            self.drafter.lengths[slot] += size
-            self.states[slot].clear()
-        return said

@@ -6,10 +6,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_cuda import FakeCuda
 from fake_tensorrt import FakeTensorRt
 from real_tensorrt import ROOT, real_tensorrt
 
@@ -22,7 +23,6 @@ from ddtree_trt.plugins import ABI, library
 VERSION = "11.4.0.106"
 BUILDER_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
 SOURCE = ROOT / "ddtree_trt" / "build" / "backends" / "tensorrt" / "plan.py"
-SUCCESS, NO_DRIVER = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorInsufficientDriver")
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "max_positions": 512}
 
 
@@ -75,19 +75,8 @@ class Machine:
         self.plugins = folder / library.PLUGINS
         if plugins:
             self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
-        self.cuda: Any = ModuleType("cuda.bindings.runtime")
-        device = SimpleNamespace(name=b"NVIDIA H100 80GB HBM3\0\0", major=9, minor=0)
-        self.device = device
-        for name, value in {
-            "cudaError_t": SimpleNamespace(cudaSuccess=SUCCESS),
-            "cudaGetErrorString": lambda status: (SUCCESS, b"words for it"),
-            "cudaGetDeviceCount": lambda: (SUCCESS, 1),
-            "cudaGetDevice": lambda: (SUCCESS, 0),
-            "cudaGetDeviceProperties": lambda index: (SUCCESS, device),
-            "cudaRuntimeGetVersion": lambda: (SUCCESS, 13000),
-            "cudaDriverGetVersion": lambda: (SUCCESS, 13010),
-        }.items():
-            setattr(self.cuda, name, value)
+        self.cuda = FakeCuda()
+        self.cuda.name, self.cuda.driver = "NVIDIA H100 80GB HBM3\0\0", 13010
         patch.setattr(library.find, "__defaults__", (folder,))
         patch.setitem(sys.modules, "tensorrt", self.module)
         for name in ("cuda", "cuda.bindings", "cuda.bindings.runtime"):

@@ -70,7 +70,7 @@ def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Pro
 _TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → the table's
 
 
-class _Network(NamedTuple):
+class Network(NamedTuple):
     """A network to compile."""
 
     name: str
@@ -86,7 +86,7 @@ def write_engine(
     """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs. Raises
     BuildError."""
     tensors = {}
-    for network in _networks(inputs, attention):
+    for network in networks(inputs, attention):
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             path = Path(folder) / f"{network.name}.onnx"
             weights = path.with_name(artifact.WEIGHTS)
@@ -100,7 +100,8 @@ def write_engine(
     return tensors
 
 
-def _networks(inputs: Inputs, attention: AttentionName) -> list[_Network]:
+def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
+    """What is compiled."""
     target, drafter, limits, precision = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision]
     floats, cache = precision.dtype, CacheShape.of(target.dims, limits, precision.value_bytes)
     lowering = NativeGraph if attention == "native" else PluginGraph
@@ -124,9 +125,9 @@ def _networks(inputs: Inputs, attention: AttentionName) -> list[_Network]:
     sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
     moved = {} if attention == "native" else {PLANES: (1, 1, cache.planes)}
     return [
-        _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
-        _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
-        _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
+        Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
+        Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
+        Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
     ]
 
 

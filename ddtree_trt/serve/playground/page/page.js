@@ -151,7 +151,7 @@ function showFigures(box) {
   const figures = box.last;
   const speed = figures.decode_tokens_per_s;
   box.figures.textContent = `${figures.output_tokens} tokens in ${figures.rounds} rounds, `
-    + `${figures.tokens_per_round.toFixed(2)} tokens a round`
+    + `${figures.mean_acceptance_length.toFixed(2)} tokens a round`
     + (speed ? `, ${speed.toFixed(1)} tokens/s` : "");
 }
 

@@ -1,5 +1,5 @@
-"""The native TensorRT lowering in ONNX Runtime: its mask against its
-definition, and its operators of opset 24 against their spelled-out forms."""
+"""Operators of the TensorRT lowerings in ONNX Runtime: the native one's mask against its definition, its operators of
+opset 24 against their spelled-out forms, and the body that stands for our plugin against what the kernels compute."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from kernel_reference import attention, packed_mask
+from lowered import attention_body
 from numpy.typing import NDArray
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, helper
 
+from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.ops import Attention
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import TransformerDims
-
-LIMITS = Limits(max_seq_len=128, max_batch=3, max_tree_budget=40, prefill_chunk=48)
-DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 256}
+from ddtree_trt.plugins import MaskMode
 
 
 def one_attention(g: TensorRtGraph, tokens: str, tree: int) -> Attention:
@@ -121,3 +122,32 @@ def run(model: ModelProto, floats: str, x: NDArray[Any], others: dict[str, NDArr
         feed[names.TREE_MASK] = np.zeros((2, 5, 1), np.int32)
     (y,) = session.run(None, feed)
     return y
+
+
+@pytest.mark.parametrize("mode", list(MaskMode))
+def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
+    """The stand-in for the plugin against the reference the kernels are tested against."""
+    rng = np.random.default_rng(5)
+    n, t, heads, kv, d, slots, s = 2, 37, 4, 2, 8, 3, 64
+    q, k, v = (rng.standard_normal((n, t, rows, d)).astype(np.float32) for rows in (heads, kv, kv))
+    past_k, past_v = (rng.standard_normal((slots, kv, s, d)).astype(np.float32) for _ in range(2))
+    parents = np.array([-1, *(int(rng.integers(i)) for i in range(1, t))], np.int32)
+    mask = np.stack([packed_mask(parents, 2), packed_mask(parents[::-1] * 0 - 1, 2)])
+    slot_ids, past_len = np.array([2, 0], np.int32), np.array([11, 0], np.int32)
+    scale = 0.37
+    expected = attention(q, k, v, past_k, past_v, slot_ids, past_len, mask, mode, scale)
+    attrs: dict[str, Any] = dict.fromkeys(plugins.ATTENTION_ATTRIBUTES, 1) | {plugins.SCALE: scale}
+    inputs = [f"x{i}" for i in range(8)]
+    node = helper.make_node(
+        plugins.ATTENTION, inputs, ["a", "b", "c"], domain="ddtree", plugin_namespace="", plugin_version="", **attrs
+    )
+    kinds = [TensorProto.FLOAT] * 5 + [TensorProto.INT32] * 3
+    values = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(inputs, kinds, strict=True)]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "abc"]
+    graph = helper.make_graph([node], "one", values, outputs)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("ddtree", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=[attention_body(mode)])
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found = session.run(None, dict(zip(inputs, [q, k, v, past_k, past_v, slot_ids, past_len, mask], strict=True)))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
