@@ -69,14 +69,6 @@ def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, t
 # Running
 
 
-def test_requests_run_together_to_their_ends() -> None:
-    core = make_core(make_engine())
-    requests = [core.maker.make(PROMPT[:size], SamplingParams(max_tokens=6, n=2)) for size in (3, 5, 7)]
-    core.run(requests)
-    assert all(len(c.token_ids) == 6 for request in requests for c in request.output().outputs)
-    assert core.scheduler.free_slots == 2 and not core.scheduler.busy
-
-
 def test_what_a_failing_step_leaves_is_cancelled() -> None:
     engine = make_engine(1)
     core = make_core(engine)
