@@ -18,7 +18,6 @@ from truth import FALSE_ALARM, chi_square
 from typer.testing import CliRunner
 
 from ddtree_trt import AsyncLLM
-from ddtree_trt.check.uniformity import place_in_distribution, uniformity
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.decoding.sampling import Sampler
@@ -372,13 +371,8 @@ def test_device_and_host_draw_the_same_tokens(device: LLM, host: LLM, prompts: l
     found = [llm.generate(prompts[:3], p) for llm, p in ((device, params), (host, params), (host, alone))]
     tokens = [[c.token_ids for output in outputs for c in output.outputs] for outputs in found]
     assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0][0] != tokens[0][1], "completions of one prompt"
     assert all(output.metrics.on_device for output in found[0])
-
-
-def test_completions_of_one_prompt_differ(device: LLM) -> None:
-    outputs = device.generate("Once", greedy(8, n=4, temperature=4.0, seed=3, max_tokens=12, ignore_eos=True))[0]
-    assert len({o.text for o in outputs.outputs}) == 4
-    assert outputs.metrics.on_device
 
 
 def test_rounds_draw_from_the_targets_distribution(
@@ -423,26 +417,3 @@ def test_rounds_draw_from_the_targets_distribution(
         engine.truncate(0, len(prompt))
     device.reset_prefix_cache()
     assert chi_square(counts, {**likely, (): 1 - sum(likely.values())}) > FALSE_ALARM
-
-
-def test_every_token_of_long_texts_is_drawn_from_its_distribution(device: LLM, prompts: list[Any]) -> None:
-    engine, rng, places = device.engine, np.random.default_rng(0), []
-    for seed in range(4):
-        params = greedy(16, temperature=2.0, seed=seed, max_tokens=60, ignore_eos=True)
-        for prompt, output in zip(prompts[:3], device.generate(prompts[:3], params), strict=True):
-            ids, tokens = device.codec.encode(prompt), output.outputs[0].token_ids
-            engine.truncate(0, 0)
-            whole = np.array([*ids, *tokens])
-            logits = np.concatenate(
-                [
-                    np.asarray(engine.prefill(0, whole[i : i + 128], rows="all", taps=False).logits).copy()
-                    for i in range(0, len(whole), 128)
-                ]
-            )
-            device.reset_prefix_cache()
-            for row, token in zip(logits[len(ids) - 1 :], tokens, strict=False):
-                place = place_in_distribution(row, token, 2.0, rng)
-                if place is not None:
-                    places.append(place)
-    test = uniformity(places)
-    assert test.draws > 300 and test.p_value > FALSE_ALARM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,6 @@ def rtx() -> Any:
 def real_log() -> Any:
     """The log of this process: TensorRT keeps the first one it gets."""
     return make_log(rtx())
-
-
-def record_plans(patch: pytest.MonkeyPatch, record: Callable[[int], None]) -> None:
-    """Call `record` with the bytes of each plan that is built, whoever builds it."""
-    builder = rtx().Builder
-    build = builder.build_serialized_network
-
-    def recorded(*arguments: Any) -> Any:
-        plan = build(*arguments)
-        if plan is not None:
-            record(plan.nbytes)
-        return plan
-
-    patch.setattr(builder, "build_serialized_network", recorded)
 
 
 class RealBuilder:
