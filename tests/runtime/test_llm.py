@@ -123,13 +123,13 @@ def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str)
     llm.engine.truncate(0, 0)
     truth = log_softmax(np.concatenate(rows), axis=1)
     assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
-    first, *entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
-    assert first is None
-    for row, token, entry in zip(truth, whole[1:], entries, strict=False):
+    entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
+    assert entries[0] is None
+    for row, token, entry in zip(truth[:-1], whole[1:], entries[1:], strict=True):
         assert entry is not None and entry.token_id == token
         assert entry.logprob == pytest.approx(row[token], abs=1e-3)
         assert [p for _, p in entry.top] == pytest.approx(np.sort(row)[::-1][: len(entry.top)].tolist(), abs=1e-3)
-    assert len(entries) == len(whole) - 1 and len(output.outputs[0].logprobs) == 12
+    assert len(output.outputs[0].logprobs) == 12
 
 
 def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[Any], monkeypatch: Any) -> None:
