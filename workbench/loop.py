@@ -123,7 +123,7 @@ def manifest(slots: int) -> Manifest:
     shape = (VOCAB, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, 1 << 20)
     drafter = DFlashDims(*shape, block_size=LENGTH + 1, mask_token_id=0, tap_layers=(), num_target_layers=1)
     limits = Limits(max_seq_len=1 << 20, max_batch=slots)
-    return bare_manifest("idle", "onnxruntime", "fp32", TransformerDims(*shape), drafter, limits)
+    return bare_manifest("idle", TransformerDims(*shape), drafter, limits)
 
 
 def budgets() -> AutoBudgets:

@@ -70,7 +70,8 @@ def random_torch_engine(
     name: str, shape: PairShape, precision: PrecisionName, limits: Limits, device: torch.device, seed: int = 0
 ) -> tuple[TorchEngine, dict[str, Tensor]]:
     """An engine of that shape, and its weights by the names of `weight_layout`."""
-    manifest = bare_manifest(f"random-{name}", "torch", precision, shape.target, shape.drafter, limits)
+    made = {"backend": "torch", "precision": precision}
+    manifest = bare_manifest(f"random-{name}", shape.target, shape.drafter, limits, **made)
     weights = _random_weights(shape, DTYPES[precision], device, seed)
     return TorchEngine(manifest, weights, device), weights
 

@@ -124,6 +124,10 @@ class AsyncLLM:
         """The error that stopped the engine for good, or None while it works."""
         return self._failure
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     async def generate(
         self,
         prompt: Prompt,

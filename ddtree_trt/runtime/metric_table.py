@@ -6,17 +6,10 @@ server counts a request when it has ended, the Triton model counts tokens while 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from operator import attrgetter
+from typing import Any, Literal
 
-from ddtree_trt.runtime.stats import RequestMetrics
-
-if TYPE_CHECKING:
-    from ddtree_trt.runtime.async_llm import AsyncLLM
-
-Source = TypeVar("Source")
-Value = TypeVar("Value")
 Unit = Literal["seconds", "seconds per token", "tokens of a round", "tokens of a request"]
 # Bounds of histograms in seconds: six to a power of ten, so that a percentile read from them is right within the
 # distance of two neighbours, at most half of the value.
@@ -25,164 +18,125 @@ SECONDS_PER_TOKEN = tuple(round(step * 10.0**power, 7) for power in range(-4, 1)
 
 
 @dataclass(frozen=True)
-class MetricSpec(Generic[Source, Value]):
+class MetricSpec:
     """A row of the table."""
 
     name: str  # as Prometheus shows it
     text: str
-    read: Callable[[Source], Value]
+    figure: str  # the attribute that has it: of RequestMetrics, or of AsyncLLM for a gauge
     triton: bool = False  # published by the Triton model too; where `http` is False, by it alone
     http: bool = True
     of_prompt: bool = False  # common to a request's sequences, so counted for one of them
     unit: Unit = "seconds"  # of a histogram: decides its bounds
 
+    def read(self, source: Any) -> float:
+        """The figure of a counter or a gauge."""
+        value: float = attrgetter(self.figure)(source)
+        return value
 
-Counted = MetricSpec[RequestMetrics, float]
-Observed = MetricSpec[RequestMetrics, Sequence[float]]
+    def observations(self, source: Any) -> list[float]:
+        """The figures of a histogram, or one for each position; none where a figure is absent."""
+        value = attrgetter(self.figure)(source)
+        return value if isinstance(value, list) else [] if value is None else [value]
 
-COUNTERS: tuple[Counted, ...] = (
-    MetricSpec("vllm:prompt_tokens_total", "Prompt tokens.", lambda m: m.prompt_tokens, triton=True, of_prompt=True),
-    MetricSpec("vllm:prefix_cache_queries_total", "Prompt tokens looked up in caches.", lambda m: m.prompt_tokens),
-    MetricSpec("vllm:prefix_cache_hits_total", "Prompt tokens found there.", lambda m: m.cached_tokens),
-    MetricSpec("vllm:generation_tokens_total", "Tokens generated.", lambda m: m.output_tokens, triton=True),
-    MetricSpec("ddtree_rounds_total", "Decode rounds, counted per sequence.", lambda m: m.rounds, triton=True),
-    MetricSpec(
-        "ddtree_rounds_on_device_total",
-        "Of these, without the host.",
-        lambda m: m.rounds if m.on_device else 0,
-    ),
-    MetricSpec(
-        "vllm:spec_decode_num_drafts_total",
-        "Rounds with draft tokens.",
-        lambda m: m.drafting_rounds,
+
+def _each(*rows: tuple[str, str, str], **fields: Any) -> tuple[MetricSpec, ...]:
+    """Rows that share the other fields."""
+    return tuple(MetricSpec(*row, **fields) for row in rows)
+
+
+COUNTERS = (
+    MetricSpec("vllm:prompt_tokens_total", "Prompt tokens.", "prompt_tokens", triton=True, of_prompt=True),
+    *_each(
+        ("vllm:generation_tokens_total", "Tokens generated.", "output_tokens"),
+        ("ddtree_rounds_total", "Decode rounds, counted per sequence.", "rounds"),
+        ("vllm:spec_decode_num_drafts_total", "Rounds with draft tokens.", "drafting_rounds"),
+        ("vllm:spec_decode_num_draft_tokens_total", "Draft tokens verified.", "drafted_tokens"),
+        ("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that became output.", "accepted_tokens"),
         triton=True,
     ),
-    MetricSpec(
-        "vllm:spec_decode_num_draft_tokens_total", "Draft tokens verified.", lambda m: m.drafted_tokens, triton=True
-    ),
-    MetricSpec(
-        "vllm:spec_decode_num_accepted_tokens_total",
-        "Draft tokens that became output.",
-        lambda m: m.accepted_tokens,
-        triton=True,
-    ),
-    MetricSpec(
-        "ddtree_auto_rounds_total", "Rounds whose budget was chosen automatically.", lambda m: m.automatic.rounds
-    ),
-    MetricSpec("ddtree_auto_rounds_with_draft_total", "Of these, with a draft.", lambda m: m.automatic.drafted),
-    MetricSpec(
-        "ddtree_auto_rounds_probing_total",
-        "Of those with a draft, made only to see whether drafting pays again.",
-        lambda m: m.automatic.probes,
-    ),
-    MetricSpec(
-        "ddtree_auto_expected_tokens_total",
-        "Tokens expected of the rounds with a draft.",
-        lambda m: m.automatic.expected_tokens,
-    ),
-    MetricSpec(
-        "ddtree_auto_committed_tokens_total", "Tokens that they committed.", lambda m: m.automatic.committed_tokens
-    ),
-    MetricSpec("ddtree_auto_expected_seconds_total", "Seconds expected of them.", lambda m: m.automatic.expected_s),
-    MetricSpec(
-        "ddtree_auto_single_token_seconds_total",
-        "Seconds that as many rounds without a draft take.",
-        lambda m: m.automatic.single_token_s,
+    *_each(
+        ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in caches.", "prompt_tokens"),
+        ("vllm:prefix_cache_hits_total", "Prompt tokens found there.", "cached_tokens"),
+        ("ddtree_rounds_on_device_total", "Decode rounds without the host.", "rounds_on_device"),
+        ("ddtree_auto_rounds_total", "Rounds whose budget was chosen automatically.", "automatic.rounds"),
+        ("ddtree_auto_rounds_with_draft_total", "Of these, with a draft.", "automatic.drafted"),
+        (
+            "ddtree_auto_rounds_probing_total",
+            "Of those with a draft, made only to see whether drafting pays again.",
+            "automatic.probes",
+        ),
+        (
+            "ddtree_auto_expected_tokens_total",
+            "Tokens expected of the rounds with a draft.",
+            "automatic.expected_tokens",
+        ),
+        ("ddtree_auto_committed_tokens_total", "Tokens that they committed.", "automatic.committed_tokens"),
+        ("ddtree_auto_expected_seconds_total", "Seconds expected of them.", "automatic.expected_s"),
+        (
+            "ddtree_auto_single_token_seconds_total",
+            "Seconds that as many rounds without a draft take.",
+            "automatic.single_token_s",
+        ),
     ),
 )
 # A counter for each position of a draft, from 0, in the label `position`.
-POSITIONS: tuple[Observed, ...] = (
-    MetricSpec(
+POSITIONS = _each(
+    (
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "Rounds that accepted a draft token at this position.",
-        lambda m: m.accepted_by_position,
-    ),
+        "accepted_by_position",
+    )
 )
 # To which each sequence adds its observations when it has ended.
-HISTOGRAMS: tuple[Observed, ...] = (
-    MetricSpec(
-        "vllm:time_to_first_token_seconds",
-        "From submission to the first token.",
-        lambda m: _known(m.time_to_first_token_s),
+HISTOGRAMS = (
+    *_each(
+        ("vllm:time_to_first_token_seconds", "From submission to the first token.", "time_to_first_token_s"),
+        ("vllm:e2e_request_latency_seconds", "From submission to the last token.", "latency_s"),
+        ("vllm:request_queue_time_seconds", "From submission to getting a slot.", "queue_time_s"),
         triton=True,
     ),
     MetricSpec(
         "vllm:request_time_per_output_token_seconds",
         "Mean of a sequence, after the first token.",
-        lambda m: _known(m.time_per_output_token_s),
+        "time_per_output_token_s",
         triton=True,
         unit="seconds per token",
     ),
-    MetricSpec(
-        "vllm:e2e_request_latency_seconds",
-        "From submission to the last token.",
-        lambda m: _known(m.latency_s),
-        triton=True,
+    *_each(
+        ("vllm:request_prefill_time_seconds", "From getting a slot to the first token.", "prefill_time_s"),
+        ("vllm:request_decode_time_seconds", "From the first token to the last.", "decode_time_s"),
+        ("vllm:request_inference_time_seconds", "From getting a slot to the last token.", "inference_time_s"),
     ),
-    MetricSpec(
-        "vllm:request_queue_time_seconds",
-        "From submission to getting a slot.",
-        lambda m: _known(m.queue_time_s),
-        triton=True,
-    ),
-    MetricSpec(
-        "vllm:request_prefill_time_seconds",
-        "From getting a slot to the first token.",
-        lambda m: _known(m.prefill_time_s),
-    ),
-    MetricSpec(
-        "vllm:request_decode_time_seconds", "From the first token to the last.", lambda m: _known(m.decode_time_s)
-    ),
-    MetricSpec(
-        "vllm:request_inference_time_seconds",
-        "From getting a slot to the last token.",
-        lambda m: _known(m.inference_time_s),
-    ),
-    MetricSpec(
-        "vllm:inter_token_latency_seconds",
-        "Between the tokens of successive rounds of a sequence.",
-        lambda m: m.round_intervals_s,
+    *_each(
+        (
+            "vllm:inter_token_latency_seconds",
+            "Between the tokens of successive rounds of a sequence.",
+            "round_intervals_s",
+        ),
         unit="seconds per token",
     ),
-    MetricSpec(
-        "vllm:request_prompt_tokens",
-        "Prompt tokens of a sequence.",
-        lambda m: (m.prompt_tokens,),
+    *_each(
+        ("vllm:request_prompt_tokens", "Prompt tokens of a sequence.", "prompt_tokens"),
+        ("vllm:request_generation_tokens", "Tokens generated by a sequence.", "output_tokens"),
         unit="tokens of a request",
     ),
-    MetricSpec(
-        "vllm:request_generation_tokens",
-        "Tokens generated by a sequence.",
-        lambda m: (m.output_tokens,),
-        unit="tokens of a request",
-    ),
-    MetricSpec(
-        "ddtree_acceptance_length",
-        "Tokens committed per round.",
-        lambda m: m.acceptance_lengths,
-        unit="tokens of a round",
-    ),
+    *_each(("ddtree_acceptance_length", "Tokens committed per round.", "acceptance_lengths"), unit="tokens of a round"),
 )
 # The engine's state, read at each scrape.
-GAUGES: tuple[MetricSpec[AsyncLLM, float], ...] = (
-    MetricSpec("vllm:num_requests_running", "Sequences that hold a slot.", lambda llm: llm.running, triton=True),
-    MetricSpec("vllm:num_requests_waiting", "Sequences that wait for a slot.", lambda llm: llm.waiting, triton=True),
-    MetricSpec("ddtree_slots", "Sequences that can run at a time.", lambda llm: llm.slots, triton=True),
-    MetricSpec(
-        "vllm:kv_cache_usage_perc",
-        "Share of the caches' rows that running sequences take.",
-        lambda llm: llm.cache_usage,
+GAUGES = (
+    *_each(
+        ("vllm:num_requests_running", "Sequences that hold a slot.", "running"),
+        ("vllm:num_requests_waiting", "Sequences that wait for a slot.", "waiting"),
+        ("ddtree_slots", "Sequences that can run at a time.", "slots"),
+        ("vllm:kv_cache_usage_perc", "Share of the caches' rows that running sequences take.", "cache_usage"),
         triton=True,
     ),
     MetricSpec(
         "ddtree_engine_failed",
         "1 when the engine stopped for good and the model must be reloaded.",
-        lambda llm: int(llm.failure is not None),
+        "failed",
         triton=True,
         http=False,
     ),
 )
-
-
-def _known(value: float | None) -> tuple[float, ...]:
-    return () if value is None else (value,)

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
 DEVICE_ROUND = "device_round"  # all five in one, where the host cannot time stages
 STAGES = ("prefill", *ROUND_STAGES, DEVICE_ROUND)
+# What JSON has of a request's metrics, beside two that are written in another form.
+_SHOWN = (
+    *("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "drafted_tokens", "accepted_tokens"),
+    *("acceptance_rate", "mean_acceptance_length", "acceptance_lengths", "acceptance_by_depth", "mean_budget"),
+    *("budgets", "queue_time_s", "time_to_first_token_s", "time_per_output_token_s", "decode_tokens_per_s"),
+    *("stage_s", "on_device", "why_host"),
+)
 _ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the other stages run on the host
 
 
@@ -81,6 +88,16 @@ class AutomaticRounds:
         return self.expected_tokens / self.drafted * self.single_token_s / self.expected_s if self.drafted else None
 
 
+def _span(start: str, end: str, meaning: str) -> property:
+    """Seconds from one time of a request to another; None while one of them is missing."""
+
+    def seconds(metrics: RequestMetrics) -> float | None:
+        from_s, to_s = getattr(metrics, start), getattr(metrics, end)
+        return None if from_s is None or to_s is None else to_s - from_s
+
+    return property(seconds, doc=meaning)
+
+
 @dataclass
 class RequestMetrics:
     """Times and token counts of one request, and the acceptance of its drafts. Times are wall-clock seconds: a stage
@@ -118,6 +135,10 @@ class RequestMetrics:
     @property
     def rounds(self) -> int:
         return len(self.acceptance_lengths)
+
+    @property
+    def rounds_on_device(self) -> int:
+        return self.rounds if self.on_device else 0
 
     @property
     def drafting_rounds(self) -> int:
@@ -170,42 +191,18 @@ class RequestMetrics:
             counts[count] += 1
         return counts
 
-    @property
-    def queue_time_s(self) -> float | None:
-        """From the request's arrival until it got a slot."""
-        return _between(self.arrival_s, self.scheduled_s)
-
-    @property
-    def prefill_time_s(self) -> float | None:
-        """From getting a slot to the first token."""
-        return _between(self.scheduled_s, self.first_token_s)
-
-    @property
-    def decode_time_s(self) -> float | None:
-        """From the first token to the last."""
-        return _between(self.first_token_s, self.last_token_s)
-
-    @property
-    def inference_time_s(self) -> float | None:
-        """From getting a slot to the last token."""
-        return _between(self.scheduled_s, self.last_token_s)
-
-    @property
-    def time_to_first_token_s(self) -> float | None:
-        """From the request's arrival to its first token."""
-        return _between(self.arrival_s, self.first_token_s)
-
-    @property
-    def latency_s(self) -> float | None:
-        """From the request's arrival to its last token."""
-        return _between(self.arrival_s, self.last_token_s)
+    queue_time_s = _span("arrival_s", "scheduled_s", "From the request's arrival until it got a slot.")
+    prefill_time_s = _span("scheduled_s", "first_token_s", "From getting a slot to the first token.")
+    decode_time_s = _span("first_token_s", "last_token_s", "From the first token to the last.")
+    inference_time_s = _span("scheduled_s", "last_token_s", "From getting a slot to the last token.")
+    time_to_first_token_s = _span("arrival_s", "first_token_s", "From the request's arrival to its first token.")
+    latency_s = _span("arrival_s", "last_token_s", "From the request's arrival to its last token.")
 
     @property
     def time_per_output_token_s(self) -> float | None:
         """Mean time between output tokens after the first."""
-        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
-            return None
-        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+        spent_s: float | None = self.decode_time_s
+        return None if spent_s is None or self.output_tokens < 2 else spent_s / (self.output_tokens - 1)
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -226,32 +223,10 @@ class RequestMetrics:
     def to_dict(self) -> dict[str, object]:
         """The metrics as plain JSON data."""
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "output_tokens": self.output_tokens,
-            "rounds": self.rounds,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": self.acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "acceptance_lengths": self.acceptance_lengths,
-            "acceptance_by_depth": self.acceptance_by_depth,
+            **{name: getattr(self, name) for name in _SHOWN},
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
-            "mean_budget": self.mean_budget,
-            "budgets": self.budgets,
             "automatic": {**asdict(self.automatic), "expected_gain": self.automatic.expected_gain},
-            "queue_time_s": self.queue_time_s,
-            "time_to_first_token_s": self.time_to_first_token_s,
-            "time_per_output_token_s": self.time_per_output_token_s,
-            "decode_tokens_per_s": self.decode_tokens_per_s,
-            "stage_s": self.stage_s,
-            "on_device": self.on_device,
-            "why_host": self.why_host,
         }
-
-
-def _between(start_s: float | None, end_s: float | None) -> float | None:
-    return None if start_s is None or end_s is None else end_s - start_s
 
 
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:

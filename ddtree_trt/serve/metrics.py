@@ -78,11 +78,11 @@ class Metrics:
             for row, counter in self._counters:
                 if place == 0 or not row.of_prompt:
                     counter().inc(row.read(metrics))
-            for positions_row, counter in self._positions:
-                for position, count in enumerate(positions_row.read(metrics)):
+            for row, counter in self._positions:
+                for position, count in enumerate(row.observations(metrics)):
                     counter(str(position)).inc(count)
-            for histogram_row, histogram in self._histograms:
-                for value in histogram_row.read(metrics):
+            for row, histogram in self._histograms:
+                for value in row.observations(metrics):
                     histogram().observe(value)
             if (took := metrics.latency_s) is not None:
                 self._mean_s = took if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * took

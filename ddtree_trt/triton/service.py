@@ -194,7 +194,9 @@ class Service:
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
-        self._metrics.observe((name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.read(whole.metrics))
+        self._metrics.observe(
+            (name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.observations(whole.metrics)
+        )
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
     async def _watch(self) -> None:

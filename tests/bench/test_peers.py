@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ def test_a_clock_counts_rounds_and_leaves_the_first_step_out(monkeypatch: pytest
 
 
 class FakeLLM:
-    made: list[dict[str, Any]] = []  # noqa: RUF012
+    made: ClassVar[list[dict[str, Any]]] = []
 
     def __init__(self, **options: Any) -> None:
         FakeLLM.made.append(options)
@@ -230,8 +230,8 @@ def test_a_server_that_is_not_there_is_named(tiny_engine: Path) -> None:
 class FakeLlama:
     """llama-cpp-python's `Llama` whose greedy answer is ANSWER; a draft model's tokens are verified as it does."""
 
-    made: list[FakeLlama] = []  # noqa: RUF012
-    vocabulary, layers, width = 0, 0, 0
+    made: ClassVar[list[FakeLlama]] = []
+    dims: ClassVar[Any] = None
 
     def __init__(self, path: str, **options: Any) -> None:
         if Path(path).read_bytes() == b"broken":
@@ -244,10 +244,10 @@ class FakeLlama:
         FakeLlama.made.append(self)
 
     def n_vocab(self) -> int:
-        return 3 if self.path.endswith("short.gguf") else FakeLlama.vocabulary
+        return 3 if self.path.endswith("short.gguf") else self.dims.vocab_size
 
     def n_embd(self) -> int:
-        return FakeLlama.width + self.path.endswith("wide.gguf")
+        return int(self.dims.hidden_size) + self.path.endswith("wide.gguf")
 
     def reset(self) -> None:
         self.resets += 1
@@ -273,64 +273,55 @@ class FakeLlama:
 
 
 @pytest.fixture
-def library(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for the package, and a folder of files that it loads."""
-    manifest = load_manifest(tiny_engine)
-    dims = manifest.target_dims
+def llama_cpp(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Opens a peer on files of these names under a stand-in for the package; "" and "absent.gguf" are not there."""
+    dims = load_manifest(tiny_engine).target_dims
     module = SimpleNamespace(
         Llama=FakeLlama, LLAMA_FTYPE_ALL_F32=0, LLAMA_FTYPE_MOSTLY_Q8_0=7, __version__="0.3.36",
-        llama_model_n_layer=lambda model: FakeLlama.layers,
+        llama_model_n_layer=lambda model: dims.num_layers,
         llama_print_system_info=lambda: b"CPU : AVX2 = 1 | AVX512 = 0 | ",
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
     monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    monkeypatch.setattr(FakeLlama, "vocabulary", dims.vocab_size)
-    monkeypatch.setattr(FakeLlama, "layers", dims.num_layers)
-    monkeypatch.setattr(FakeLlama, "width", dims.hidden_size)
+    monkeypatch.setattr(FakeLlama, "dims", dims)
     monkeypatch.setattr(FakeLlama, "made", [])
-    return tiny_engine
+    for name in ("a.gguf", "b.gguf", "c.gguf", "short.gguf", "wide.gguf", "broken.gguf"):
+        (tmp_path / name).write_bytes(b"broken" if name == "broken.gguf" else b"GGUF")
+
+    def opened(*names: str) -> Any:
+        return open_peer("llama-cpp=" + ",".join(str(tmp_path / n) if n else "" for n in names), context(tiny_engine))
+
+    return opened
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Callable[[str], Path]:
-    def write(name: str) -> Path:
-        path = tmp_path / name
-        path.write_bytes(b"broken" if name == "broken.gguf" else b"GGUF")
-        return path
-
-    return write
-
-
-def test_it_runs_token_ids_cold_and_greedily(library: Path, file: Callable[[str], Path]) -> None:
-    peer = open_peer(f"llama-cpp={file('a.gguf')}", context(library))
+def test_it_runs_token_ids_cold_and_greedily(llama_cpp: Callable[..., Any]) -> None:
+    peer = llama_cpp("a.gguf")
     (method,) = peer.methods
-    assert method == "Q8_0"
     outcome = peer.run(method, [3, 4], GREEDY)
     (model,) = FakeLlama.made
-    assert model.asked == ([3, 4], {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temp": 0.0})
+    assert method == "Q8_0" and model.asked == ([3, 4], {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temp": 0.0})
     assert (model.resets, model.seed) == (1, 3)
-    assert (model.options["n_threads"], model.options["n_threads_batch"]) == (2, 2)
-    assert model.options["n_gpu_layers"] == 0
-    assert outcome.token_ids == tuple(ANSWER)
-    assert outcome.acceptance_lengths == (1,) * 7
+    expected = {"n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 0}
+    assert {name: model.options[name] for name in expected} == expected
+    assert (outcome.token_ids, outcome.acceptance_lengths) == (tuple(ANSWER), (1,) * 7)
     assert peer.run(method, [3, 4], replace(GREEDY, stop_token_ids=(7,))).token_ids == (5, 6, 7)
     assert peer.run(method, [3, 4], replace(GREEDY, temperature=0.7)).output_tokens == 8
     assert model.asked[1]["temp"] == 0.7
     assert peer.describe()["features"] == "CPU : AVX2 = 1"
     peer.close()
-    assert FakeLlama.made[0].closed
+    assert model.closed
 
 
-def test_rounds_of_a_draft_model(library: Path, file: Callable[[str], Path]) -> None:
+def test_rounds_of_a_draft_model(llama_cpp: Callable[..., Any]) -> None:
     """The second file is always right: after the prompt's token come rounds of its drafts and one more."""
-    peer = open_peer(f"llama-cpp={file('a.gguf')},{file('b.gguf')}", context(library))
+    peer = llama_cpp("a.gguf", "b.gguf")
     assert peer.methods == ["Q8_0", "Q8_0-draft"]
-    outcome = peer.run(peer.methods[1], [3], GREEDY)
+    outcome = peer.run("Q8_0-draft", [3], GREEDY)
     assert outcome.token_ids == tuple(ANSWER)
     assert outcome.first_tokens == 1 and outcome.acceptance_lengths == (4 + 1, 2)
     plain, drafter, whole = FakeLlama.made
     assert (plain.resets, drafter.resets, whole.resets) == (0, 1, 1)
-    assert peer.run(peer.methods[0], [3], GREEDY).token_ids == outcome.token_ids
+    assert peer.run("Q8_0", [3], GREEDY).token_ids == outcome.token_ids
     assert peer.describe()["draft tokens"] == str(4)
     peer.close()
     assert all(model.closed for model in FakeLlama.made)
@@ -339,33 +330,26 @@ def test_rounds_of_a_draft_model(library: Path, file: Callable[[str], Path]) -> 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("short.gguf",), "has a vocabulary of 3 tokens, the engine"),
-        (("wide.gguf",), "give the GGUF file of the same model"),
-        (("a.gguf", "short.gguf"), r"short\.gguf has a vocabulary"),
-        (("a.gguf", "b.gguf", "c.gguf"), r"takes MODEL\.gguf or MODEL\.gguf,DRAFT\.gguf"),
-        (("a.gguf", ""), "is no file"),
+        ("short.gguf", "has a vocabulary of 3 tokens, the engine"),
+        ("wide.gguf", "give the GGUF file of the same model"),
+        ("a.gguf short.gguf", r"short\.gguf has a vocabulary"),
+        ("a.gguf b.gguf c.gguf", r"takes MODEL\.gguf or MODEL\.gguf,DRAFT\.gguf"),
+        ("a.gguf ", "is no file"),
+        ("absent.gguf", r"absent\.gguf' is no file"),
+        ("broken.gguf", r"cannot load .*broken\.gguf: Failed to load"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(
-    library: Path, file: Callable[[str], Path], names: tuple[str, ...], message: str
-) -> None:
-    value = ",".join(str(file(name)) if name else "" for name in names)
-    with pytest.raises(UsageError, match=message):
-        open_peer(f"llama-cpp={value}", context(library))
+def test_files_that_do_not_fit_are_refused(llama_cpp: Callable[..., Any], names: str, message: str) -> None:
+    with pytest.raises(DDTreeError, match=message) as refused:
+        llama_cpp(*names.split(" "))
+    assert isinstance(refused.value, UsageError) != (names == "broken.gguf")
     assert all(model.closed for model in FakeLlama.made)
 
 
-def test_missing_and_broken_files_are_named(library: Path, file: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"absent\.gguf' is no file"):
-        open_peer(f"llama-cpp={tmp_path / 'absent.gguf'}", context(library))
-    with pytest.raises(DDTreeError, match=r"cannot load .*broken\.gguf: Failed to load"):
-        open_peer(f"llama-cpp={file('broken.gguf')}", context(library))
-
-
-def test_two_peers_of_one_name_are_refused(library: Path, file: Callable[[str], Path]) -> None:
-    peers = (f"llama-cpp={file('a.gguf')}", f"llama-cpp={file('b.gguf')}")
+def test_two_peers_of_one_name_are_refused(tiny_engine: Path, tmp_path: Path, llama_cpp: Callable[..., Any]) -> None:
+    peers = [f"llama-cpp={tmp_path / name}" for name in ("a.gguf", "b.gguf")]
     with pytest.raises(UsageError, match="two peers are called llama-cpp:Q8_0"):
-        compare(BenchSettings(str(library), methods=("ar",), limit=1, max_tokens=4), peers, NOTHING, None)
+        compare(BenchSettings(engine=str(tiny_engine), methods=("ar",), limit=1, max_tokens=4), peers, NOTHING, None)
 
 
 @has_llama_cpp

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from build_faults import OldEngine, assert_refused, build_args, fingerprint
 from checkpoints import make_pair
+from gguf_files import make_gguf
 
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import load_manifest
@@ -170,12 +171,15 @@ print(json.dumps({"peak": peak, "written": manifest.files["weights.bin"].size}))
 
 
 @pytest.mark.slow
-def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path, form: str) -> None:
     """Against the checkpoint's bfloat16, half of what is written. VmHWM, because ru_maxrss is inherited over exec."""
     dims: dict[str, Any] = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
     pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
     weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
     assert weights > 200e6
+    if form == "gguf":
+        pair = make_gguf(pair[0], tmp_path / "model.gguf", "BF16"), pair[1]
     command = [sys.executable, "-c", MEASURE, *map(str, pair), str(tmp_path / "engine")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(run.stdout)

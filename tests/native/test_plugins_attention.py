@@ -6,15 +6,14 @@ threads between barriers. Machine code, memory ordering and speed are for cpp_pl
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import kernel_reference as reference
 import numpy as np
 import pytest
-from pacing import WAIT_S
-from plugin_libraries import Guarded, address, aligned, emulated_kernels
+from ml_dtypes import bfloat16
+from plugin_libraries import Guarded, address, aligned, check_in_child, emulated_kernels
 
 from ddtree_trt import _native
 from ddtree_trt.artifact.backends import BACKENDS
@@ -29,20 +28,11 @@ POISON = 0x7FFF  # NaN in bf16 and fp16 alike
 
 def encode(values: np.ndarray, fp16: bool) -> np.ndarray:
     """uint16 bits of bf16 or fp16, rounded to nearest even."""
-    if fp16:
-        return values.astype(np.float16).view(np.uint16)
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return values.astype(np.float16 if fp16 else bfloat16).view(np.uint16)
 
 
 def decode(bits: np.ndarray, fp16: bool) -> np.ndarray:
-    if fp16:
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def random_tree(rng: np.random.Generator, tokens: int) -> np.ndarray:
-    return np.array([-1, *(rng.integers(0, i) for i in range(1, tokens))], np.int32)
+    return bits.view(np.float16 if fp16 else bfloat16).astype(np.float32)
 
 
 def chain(_: np.random.Generator, tokens: int) -> np.ndarray:
@@ -68,7 +58,7 @@ class Case:
         kv_heads: int = 1,
         head_dim: int = 64,
         fp16: bool = False,
-        tree: Tree = random_tree,
+        tree: Tree = reference.random_parents,
         slots: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -167,7 +157,7 @@ def test_large_trees_and_long_pasts(tokens: int, past: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("mode", list(MaskMode))
-@pytest.mark.parametrize("tree", [random_tree, chain, star])
+@pytest.mark.parametrize("tree", [reference.random_parents, chain, star])
 def test_modes_and_tree_shapes(mode: MaskMode, tree: Tree) -> None:
     check(Case(33, [70], 2, tree=tree), mode)
 
@@ -236,10 +226,7 @@ def _run_garbage(at_end: bool) -> None:
 @pytest.mark.parametrize("at_end", [True, False])
 def test_garbage_control_values_stay_in_bounds(at_end: bool) -> None:
     emulated_kernels()  # built before the child needs it
-    child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
-    child.start()
-    child.join(WAIT_S)
-    assert child.exitcode == 0, "a signal here (negative) is an access outside an array"
+    check_in_child(_run_garbage, at_end)
 
 
 @pytest.mark.parametrize(
@@ -322,8 +309,9 @@ def test_the_memory_plan_counts_the_bound(max_batch: int) -> None:
         halves, single = (memory.plan_engine(backend, p, dims, dims, limits, 0) for p in ("bf16", "fp32"))
         passes = {"torch": 2, "tensorrt": 1}[backend]
         without = [
-            plan.workspace_bytes - passes * memory._widest_bytes(BACKENDS[backend], size, dims, dims, limits)
-            for plan, size in ((halves, 2), (single, 4))
+            plan.workspace_bytes
+            - passes * memory._Engine(BACKENDS[backend], precision, dims, dims, limits, False).widest_bytes()
+            for plan, precision in ((halves, "bf16"), (single, "fp32"))
         ]
         assert without[0] - without[1] == 8_785_920  # float32 has no kernels
 

@@ -28,12 +28,12 @@ from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import metrics as triton
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-KINDS: dict[str, tuple[MetricSpec[Any, Any], str]] = {
+KINDS: dict[str, tuple[MetricSpec, str]] = {
     row.name: (row, kind)
     for kind, rows in (("counter", COUNTERS), ("counter", POSITIONS), ("histogram", HISTOGRAMS), ("gauge", GAUGES))
     for row in rows
 }
-ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, cache_usage=0.25, failure=ValueError())
+ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, cache_usage=0.25, failed=True)
 # What each publishes beside the table.
 HTTP_ALONE = {"vllm:request_success_total", "ddtree_requests_refused_total"}
 TRITON_ALONE = {triton.REQUESTS, triton.RESPONSES, triton.FORWARD_SECONDS, triton.FORWARD_CPU_SECONDS}
@@ -103,7 +103,9 @@ def families() -> dict[str, Family]:
     metrics = triton.Metrics(Own, {})
     whole = merge(PARTS)
     metrics.add(**{name: row.read(whole) for name, row in triton.REQUEST_COUNTERS.items()})
-    metrics.observe((name, value) for name, row in triton.REQUEST_HISTOGRAMS.items() for value in row.read(whole))
+    metrics.observe(
+        (name, value) for name, row in triton.REQUEST_HISTOGRAMS.items() for value in row.observations(whole)
+    )
     metrics.flush({name: row.read(ENGINE) for name, row in triton.ENGINE_GAUGES.items()})
     return Own.made
 

@@ -7,14 +7,16 @@ drafter's own, so one pass gives what drafting would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ddtree_trt.runtime.candidates import Marginals
-from ddtree_trt.runtime.tree import best_tree, descend
+from workbench.ablate.replay import replay
+from workbench.ablate.trees import chain, heap
+from workbench.drafts import Text
 
 from .blocks import cut_blocks, read_texts
 from .model import DFlash, Drafter
@@ -41,25 +43,13 @@ def drafts(
     return torch.cat(values), torch.cat(indices)
 
 
-def _next(truth: Iterator[int], _: int) -> int | None:
-    return next(truth, None)
-
-
 def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], budget: int | None) -> list[int]:
     """Tokens of every round of an answer by trees of so many drafts, or by the chain; the first token is the prefill's
     and belongs to none."""
-    place, counts = 0, []
-    while place + 1 < len(answer):
-        truth = answer[place + 1 :]
-        if budget is None:
-            hits = [draft == token for draft, token in zip(indices[place, :, 0].tolist(), truth, strict=False)]
-            count = [*hits, False].index(False) + 1
-        else:
-            tree = best_tree(Marginals(values[place].numpy(), indices[place].int().numpy()), budget)
-            count = len(descend(tree, partial(_next, iter(truth))))
-        counts.append(min(count, len(truth)))
-        place += counts[-1]
-    return counts
+    drafts = [Marginals(*draft) for draft in zip(values.numpy(), indices.int().numpy(), strict=True)]
+    depth = values.shape[1]
+    grow = partial(heap, nodes=budget, depth=depth) if budget else partial(chain, nodes=depth, depth=depth)
+    return list(replay([Text(answer, drafts[: len(answer) - 1])], grow).lengths[0])
 
 
 def tokens_per_round(

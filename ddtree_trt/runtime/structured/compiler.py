@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddtree_trt.errors import MissingDependency, UsageError, install_with
-from ddtree_trt.runtime.structured.delayed import DelayedMatcher, Opening
 from ddtree_trt.runtime.structured.judge import Judge
-from ddtree_trt.runtime.structured.matcher import GrammarLimits, GrammarMatcher, Matcher, Preparing, refused
+from ddtree_trt.runtime.structured.matcher import Grammar, GrammarLimits, Matcher, Preparing, refused
+from ddtree_trt.runtime.structured.opening import Opening
 from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class GrammarCompiler:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
         state, tokenizer = self._compile(structured), self._tokenizer
         banned = self._stop_ids - ending
-        matcher = GrammarMatcher(state, tokenizer.tokenize_bytes, self._vocab_size, ending, banned)
-        matcher.mask()  # takes most of the work; the library keeps it
-        if structured.after is None:
-            return matcher
-        delayed = DelayedMatcher(matcher, self._opening(structured.after), self._vocab_size, self._tokens.get)
-        delayed.mask()
-        return delayed
+        grammar = Grammar(state, tokenizer.tokenize_bytes, self._vocab_size, ending, banned)
+        grammar.mask()  # takes most of the work; the library keeps it
+        opening = None if structured.after is None else self._opening(structured.after)
+        matcher = Matcher(grammar, self._vocab_size, opening, lambda text: self._tokens.get(text))
+        if opening:
+            matcher.mask()
+        return matcher
 
     def close(self) -> None:
         """End the process in which constraints are tried, if there is one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import printable
+from ddtree_trt.runtime.structured.opening import Opening
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.tree import DraftTree
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask = NDArray[np.bool_]  # [V]
+_KEPT_MASKS = 8  # of states of an opening
 MAX_REASON = 400  # characters of the library's reason in a message
 
 
@@ -57,42 +58,8 @@ _LIMIT_REACHED = {
 _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
 
-class Matcher(ABC):
-    """Holds a sequence to its constraint. Only `advance` changes it.
-
-    `behind` in what follows: tokens between the output and the place asked about, for a look ahead.
-    """
-
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether nothing can follow the output."""
-
-    @abstractmethod
-    def allowed_length(self, path: Sequence[int]) -> int:
-        """How many tokens of the path may follow the output, one after the other."""
-
-    @abstractmethod
-    def ends(self, behind: Sequence[int]) -> bool:
-        """Whether nothing can follow these tokens."""
-
-    @abstractmethod
-    def mask(self, behind: Sequence[int] = ()) -> Mask:
-        """The tokens that may be next, bool [V]. Raises UsageError where there are none, or finding them is too much
-        work."""
-
-    @abstractmethod
-    def advance(self, token: int) -> None:
-        """Take an emitted token. Raises UsageError for one that is not allowed."""
-
-    def allows(self, token: int, behind: Sequence[int] = ()) -> bool:
-        """Whether the token may be next. False at a place that cannot be reached."""
-        path = [*behind, token]
-        return self.allowed_length(path) == len(path)
-
-
-class GrammarMatcher(Matcher):
-    """A matcher of the grammar library."""
+class Grammar:
+    """The state of the grammar library for one output, with the tokens that end it."""
 
     def __init__(
         self,
@@ -109,12 +76,8 @@ class GrammarMatcher(Matcher):
         self._vocab_size = vocab_size
         self._ending = ending
         self._banned = banned
-        self._ended = False
+        self.ended = False  # whether nothing can follow the output
         self._since_mask = 0  # tokens taken
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     def allowed_length(self, path: Sequence[int]) -> int:
         end = next((i for i, token in enumerate(path) if token in self._ending or token in self._banned), None)
@@ -144,7 +107,7 @@ class GrammarMatcher(Matcher):
 
     def advance(self, token: int) -> None:
         if token in self._ending:
-            self._ended = True
+            self.ended = True
             return
         self._state.consume_token(token)
         self._since_mask += 1
@@ -152,16 +115,16 @@ class GrammarMatcher(Matcher):
             self._since_mask = 0
             self._state.compute_bitmask()
         _check(self._state)
-        self._ended = self._state.is_stopped()
+        self.ended = self._state.is_stopped()
 
-    def behind_text(self, text: bytes) -> GrammarMatcher | None:
-        """A matcher behind a text that follows the output; None where the text is not allowed."""
+    def behind_text(self, text: bytes) -> Grammar | None:
+        """The grammar behind a text that follows the output; None where the text is not allowed."""
         state, tokens = self._state.deep_copy(), self._tokenize(text)
         if state.try_consume_tokens(tokens) < len(tokens):
             return None
-        matcher = GrammarMatcher(state, self._tokenize, self._vocab_size, self._ending, self._banned)
-        matcher._ended = state.is_stopped()
-        return matcher
+        grammar = Grammar(state, self._tokenize, self._vocab_size, self._ending, self._banned)
+        grammar.ended = state.is_stopped()
+        return grammar
 
     def _at(self, behind: Sequence[int]) -> LLMatcher:
         if not behind:
@@ -170,6 +133,95 @@ class GrammarMatcher(Matcher):
         state.consume_tokens(list(behind))
         _check(state)
         return state
+
+
+class Matcher:
+    """Holds a sequence to its constraint: a grammar, which may begin behind an opening. Up to the opening's end
+    everything is allowed; a token that goes beyond it, if the grammar allows what it has there. Only `advance` changes
+    it.
+
+    `behind` in what follows: tokens between the output and the place asked about, for a look ahead.
+    """
+
+    def __init__(
+        self, grammar: Grammar, vocab_size: int, opening: Opening | None, token_of: Callable[[bytes], int | None]
+    ) -> None:
+        """`token_of`: the token with these bytes, if there is one."""
+        self._grammar = grammar
+        self._vocab_size = vocab_size
+        self._opening = opening  # None once the grammar has begun
+        self._token_of = token_of
+        self._place = 0  # the opening's state
+        self._masks: dict[int, Mask] = {}  # by the opening's state
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow the output."""
+        return self._opening is None and self._grammar.ended
+
+    def allowed_length(self, path: Sequence[int]) -> int:
+        """How many tokens of the path may follow the output, one after the other."""
+        opened, grammar, _ = self._opened(path)
+        rest = path[opened:]
+        return opened + (grammar.allowed_length(rest) if grammar and rest else 0)
+
+    def allows(self, token: int, behind: Sequence[int] = ()) -> bool:
+        """Whether the token may be next. False at a place that cannot be reached."""
+        path = [*behind, token]
+        return self.allowed_length(path) == len(path)
+
+    def ends(self, behind: Sequence[int]) -> bool:
+        """Whether nothing can follow these tokens."""
+        opened, grammar, _ = self._opened(behind)
+        return grammar is not None and (grammar.ended or grammar.ends(behind[opened:]))
+
+    def mask(self, behind: Sequence[int] = ()) -> Mask:
+        """The tokens that may be next, bool [V]. Raises UsageError where there are none, or finding them is too much
+        work."""
+        opened, grammar, place = self._opened(behind)
+        if grammar is not None:
+            return grammar.mask(behind[opened:])
+        if place not in self._masks:
+            while len(self._masks) >= _KEPT_MASKS:
+                del self._masks[next(iter(self._masks))]
+            self._masks[place] = self._mask_before(place)
+        return self._masks[place].copy()
+
+    def advance(self, token: int) -> None:
+        """Take an emitted token. Raises UsageError for one that is not allowed."""
+        if self._opening is None:
+            self._grammar.advance(token)
+            return
+        self._place, rest = self._opening.feed(self._place, token)
+        if rest is not None:
+            grammar = self._grammar.behind_text(rest)
+            if grammar is None:
+                raise UsageError(f"structured: token {token} has behind the opening what the constraint does not allow")
+            self._opening, self._grammar = None, grammar
+
+    def _mask_before(self, place: int) -> Mask:
+        """The mask at a state of the opening."""
+        mask = np.ones(self._vocab_size, bool)
+        if self._opening and (crossing := self._opening.crossing(place)):
+            begins = self._grammar.library_mask()
+            for token, rest in crossing:
+                same = self._token_of(rest)  # what is allowed of bytes is allowed of a token with them
+                mask[token] = self._grammar.behind_text(rest) is not None if same is None else begins[same]
+        return mask
+
+    def _opened(self, path: Sequence[int]) -> tuple[int, Grammar | None, int]:
+        """How many tokens of the path lead to the opening's end, the grammar behind them, and the opening's state.
+        Without an opening's end: all of them and None; where the grammar does not allow what the last of them has
+        behind it: one less and None."""
+        if self._opening is None:
+            return 0, self._grammar, 0
+        state = self._place
+        for place, token in enumerate(path):
+            state, rest = self._opening.feed(state, token)
+            if rest is not None:
+                grammar = self._grammar.behind_text(rest)
+                return place + (grammar is not None), grammar, state
+        return len(path), None, state
 
 
 # What a constraint leaves of a draft

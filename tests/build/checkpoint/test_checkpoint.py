@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +69,23 @@ def test_tap_layers_default_when_the_config_names_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "theta"),
+    ("config", "expected"),
     [
-        ({"rope_theta": 1e6}, 1e6),
-        ({"rope_theta": 1000000, "rope_scaling": None}, 1e6),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
-        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
-        ({"rope_theta": 2e4, "rope_scaling": {"type": "default"}}, 2e4),
-        ({"rope_theta": None}, 1e4),
+        ({"rope_theta": 1e6}, {"rope_theta": 1e6}),
+        ({"rope_theta": 1000000, "rope_scaling": None}, {"rope_theta": 1e6}),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
+        ({"rope_theta": 2e4, "rope_scaling": {"type": "default"}}, {"rope_theta": 2e4}),
+        ({"rope_theta": None}, {"rope_theta": 1e4}),
+        # windows that are not in use
+        ({"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 0}, {}),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, {}),
     ],
 )
-def test_rope_theta_in_either_form(tmp_path: Path, config: dict[str, Any], theta: float) -> None:
-    assert load_checkpoint(make_target(tmp_path, config=config)).dims.rope_theta == theta
-
-
-def test_sliding_window_that_is_not_in_use_is_accepted(tmp_path: Path) -> None:
-    make_target(tmp_path, config={"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 0})
-    load_checkpoint(tmp_path)
-    edit_json(tmp_path / "config.json", use_sliding_window=True, max_window_layers=3)
-    load_checkpoint(tmp_path)
+def test_a_configuration_is_read_in_either_form(
+    tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert load_checkpoint(make_target(tmp_path, config=config)).dims == replace(TARGET_DIMS, **expected)
 
 
 def test_null_kv_heads_means_one_per_query_head(tmp_path: Path) -> None:

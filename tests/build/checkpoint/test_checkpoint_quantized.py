@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    make_target,
-    refusal,
-)
+from checkpoints import make_target, refusal
 from quantized import ALGORITHMS, projections, quantize
 from safetensors.torch import load_file, save_file
 
@@ -76,11 +73,8 @@ def test_int8_beyond_its_scale_is_read_as_it_is(tmp_path: Path) -> None:
     """Every byte, the lowest value that rounding never makes included."""
     name = "model.layers.0.mlp.gate_proj.weight"
     every = np.resize(np.arange(-128, 128, dtype=np.int8), (48, 32))
-    scale: dict[str, np.ndarray | None] = {
-        "0.mlp.gate_proj.weight_scale": np.ones(48, np.float32),
-        "0.mlp.gate_proj.weight": every,
-    }
-    found = load_checkpoint(quantize(make_target(tmp_path), "W8A16", replace=scale)).tensor(name)
+    replace: dict[str, Any] = {name: every, f"{name}_scale": np.ones(48, np.float32)}
+    found = load_checkpoint(quantize(make_target(tmp_path), "W8A16", replace=replace)).tensor(name)
     np.testing.assert_array_equal(found, every)
 
 
@@ -88,10 +82,7 @@ def test_int4_rows_lie_in_pairs(tmp_path: Path) -> None:
     """Every pair of values: of two rows, the even one in the low bits."""
     name = "model.layers.0.mlp.gate_proj.weight"
     pairs = np.resize(np.arange(256, dtype=np.uint8), (24, 32))
-    replace: dict[str, np.ndarray | None] = {
-        "0.mlp.gate_proj.weight_scale": np.ones((48, 2), np.float32),
-        "0.mlp.gate_proj.weight": pairs,
-    }
+    replace: dict[str, Any] = {name: pairs, f"{name}_scale": np.ones((48, 2), np.float32)}
     found = load_checkpoint(quantize(make_target(tmp_path), "W4A16_AWQ", replace=replace)).tensor(name)
     for row, bits in ((0, pairs & 15), (1, pairs >> 4)):
         np.testing.assert_array_equal(found[row::2], np.where(bits < 8, bits, bits.astype(int) - 16))
@@ -135,9 +126,8 @@ def test_groups_that_do_not_come_out_even(tmp_path: Path) -> None:
     untold = quantize(make_target(tmp_path / "b"), "W4A16_AWQ", config={"group_size": None}, replace=scales)
     assert whole in refusal(untold)
     odd = make_target(tmp_path / "c", intermediate_size=47)
-    assert "gate_proj.weight [47, 32] cannot be" in refusal(
-        quantize(odd, "W4A16_AWQ", weights="q_proj.weight", replace={"gate_proj.weight": _HALVES})
-    )
+    quantize(odd, "W4A16_AWQ", weights="q_proj.weight", replace={"gate_proj.weight": _HALVES})
+    assert "gate_proj.weight [47, 32] cannot be" in refusal(odd)
 
 
 def test_smoothing_where_there_is_none(tmp_path: Path) -> None:
@@ -151,9 +141,8 @@ def test_a_scale_of_zero(tmp_path: Path, kind: str) -> None:
     shape = {"weight_scale": (32,), "input_scale": (), "pre_quant_scale": (64,)}[kind]
     values = np.ones(shape, np.float32)
     values[(-1,) * len(shape)] = 0
-    target = quantize(
-        make_target(tmp_path), "W8A8_SQ_PER_CHANNEL", smooth=("o_proj",), replace={f"{name}.{kind}": values}
-    )
+    replace = {f"{name}.{kind}": values}
+    target = quantize(make_target(tmp_path), "W8A8_SQ_PER_CHANNEL", smooth=("o_proj",), replace=replace)
     with pytest.raises(CheckpointError, match=rf"{kind} is 0, a scale must be positive"):
         load_checkpoint(target).tensor(f"{name}.weight")
 

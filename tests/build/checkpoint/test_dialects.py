@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import edit_json, make_target, refusal
+from checkpoints import make_target, refusal
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
@@ -92,10 +92,11 @@ def test_a_value_may_stand_in_either_place(tmp_path: Path, name: str, field: str
     assert found in refusal(tmp_path)
 
 
-# Causality and windows
+# Values: entries of config.json, those of objects within it, and the fields of the dimensions they make
 
-CAUSALITY: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, ...]]] = [
-    ({}, {}, ()),
+BOTH, FIRST = ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]
+SWITCHED = {"sliding_window": 8, "use_sliding_window": True}
+STATED: list[tuple[Any, Any, tuple[bool, ...]]] = [
     ({"is_causal": True}, {}, (True, True)),
     ({}, {"causal": True}, (True, True)),
     ({}, {"causal_head": True}, (True, True)),
@@ -103,95 +104,98 @@ CAUSALITY: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("outer", "inner", "expected"), CAUSALITY)
-@pytest.mark.parametrize("sliding", [False, True])
-def test_causality_in_the_order_of_vllm(
-    tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], expected: tuple[bool, ...], sliding: bool
+def proposing(tokens: int) -> dict[str, Any]:
+    methods = [{"proposal_type": "greedy", "speculative_tokens": tokens}]
+    return {"speculators_config": {"proposal_methods": methods}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sections", "expected"),
+    [
+        # What is stated for the block counts, in vLLM's order; otherwise the layers that slide are causal.
+        ("zlab", {}, {}, {"windows": (), "causal": ()}),
+        ("zlab", {**SWITCHED, "layer_types": FIRST}, {}, {"windows": (8, 0), "causal": (True, False)}),
+        *(
+            ("zlab", {**outer, **window}, {"dflash_config": inner}, {"windows": windows, "causal": causal})
+            for outer, inner, causal in STATED
+            for window, windows in (({}, ()), ({**SWITCHED, "layer_types": FIRST}, (8, 0)))
+        ),
+        # `use_swa`: all layers slide where none is listed, and none of them is causal for that.
+        (
+            "zlab",
+            {"layer_types": None},
+            {"dflash_config": {"use_swa": True, "swa_window_size": 6}},
+            {"windows": (6, 6), "causal": ()},
+        ),
+        ("deepspec", {"layer_types": BOTH, "sliding_window": 8}, {}, {"windows": (8, 8), "causal": (True, True)}),
+        *(
+            (
+                "speculators-dflash",
+                {"sliding_window_non_causal": non_causal},
+                {"transformer_layer_config": {**SWITCHED, "layer_types": FIRST}},
+                {"windows": (8, 0), "causal": () if non_causal else (True, False)},
+            )
+            for non_causal in (False, True)
+        ),
+        # layer ids of speculators are one more than the taps
+        ("speculators-dflash", {"aux_hidden_state_layer_ids": [3, 1]}, {}, {"tap_layers": (2, 0)}),
+        # whether position 0 predicts
+        *(
+            (
+                "speculators-dflash",
+                {"sample_from_anchor": stated},
+                proposing(BLOCK - fewer),
+                {"anchor_first": anchor_first},
+            )
+            for stated, fewer, anchor_first in (
+                (None, 1, False), (None, 0, True), (False, 2, False), (True, 1, True), (True, 0, True)
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_values_mean(
+    tmp_path: Path, name: str, changes: dict[str, Any], sections: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """What is stated for the block counts; otherwise the layers that slide are causal."""
-    kinds = ["sliding_attention", "full_attention"] if sliding else ["full_attention"] * 2
-    window = {"layer_types": kinds, "sliding_window": 8, "use_sliding_window": sliding}
-    path = make_dialect(tmp_path, "zlab", {**window, **outer}, {"dflash_config": inner})
-    dims = dims_of(path)
-    assert dims.windows == ((8, 0) if sliding else ())
-    assert dims.causal == ((True, False) if sliding and not (outer or inner) else expected)
-
-
-def test_statements_about_causality_that_differ(tmp_path: Path) -> None:
-    make_dialect(tmp_path, "zlab", {"is_causal": True}, {"dflash_config": {"causal": False}})
-    assert "is_causal is true and dflash_config.causal is false: which is it?" in refusal(tmp_path)
-
-
-def test_a_window_for_every_layer(tmp_path: Path) -> None:
-    """`use_swa`: all layers slide where none is listed, and none of them is causal for that."""
-    make_dialect(tmp_path, "zlab", {"layer_types": None}, {"dflash_config": {"use_swa": True, "swa_window_size": 6}})
-    assert (dims_of(tmp_path).windows, dims_of(tmp_path).causal) == ((6, 6), ())
-    edit_json(tmp_path / "config.json", sliding_window=7)
-    assert "sliding_window is 7, but swa_window_size is 6: which is it?" in refusal(tmp_path)
+    dims = dims_of(make_dialect(tmp_path, name, changes, sections))
+    assert {field: getattr(dims, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "changes", "sections", "message"),
     [
-        ({"sliding_window": None}, "sliding_window is missing, but layers have 'sliding_attention'"),
-        ({"use_sliding_window": False}, "layer_types has 'sliding_attention', but use_sliding_window is false"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for num_hidden_layers 2"),
+        ("zlab", {"is_causal": True}, {"dflash_config": {"causal": False}},
+         "is_causal is true and dflash_config.causal is false: which is it?"),
+        ("zlab", {"layer_types": None, "sliding_window": 7}, {"dflash_config": {"use_swa": True, "swa_window_size": 6}},
+         "sliding_window is 7, but swa_window_size is 6: which is it?"),
+        ("zlab", {**SWITCHED, "layer_types": BOTH, "sliding_window": None}, {},
+         "sliding_window is missing, but layers have 'sliding_attention'"),
+        ("zlab", {**SWITCHED, "layer_types": BOTH, "use_sliding_window": False}, {},
+         "layer_types has 'sliding_attention', but use_sliding_window is false"),
+        ("zlab", {**SWITCHED, "layer_types": ["sliding_attention"]}, {},
+         "layer_types has 1 entries for num_hidden_layers 2"),
+        ("speculators-dflash", {"aux_hidden_state_layer_ids": [0, 2]}, {},
+         "aux_hidden_state_layer_ids[0] must be an integer from 1 to 1000, found 0"),
+        ("speculators-dflash", {"sliding_window": 9}, {"transformer_layer_config": {**SWITCHED, "layer_types": FIRST}},
+         "sliding_window is 8, but 9 in the file: which is it?"),
+        ("speculators-dflash", {"sample_from_anchor": False}, proposing(BLOCK),
+         f"proposes {BLOCK} tokens, more than block_size {BLOCK} and sample_from_anchor false"),
+        ("speculators-dspark", {"speculators_model_type": "mtp"}, {},
+         "speculators_model_type is 'mtp', which is not implemented"),
+        ("speculators-dspark", {"target_hidden_size": 64}, {},
+         "target_hidden_size is 64, which is not implemented; only 32 is"),
+        ("speculators-dspark", {"mask_token_id": None}, {}, "has no mask_token_id"),
+        ("speculators-dspark", {"markov_head_type": "rnn"}, {},
+         "markov_head_type must be 'vanilla' or 'gated', found 'rnn'"),
+        ("speculators-dspark", {"draft_vocab_size": 97}, {}, "draft_vocab_size 97 is more than vocab_size 96"),
     ],
-)
-def test_windows_that_are_not_whole(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True}
-    assert message in refusal(make_dialect(tmp_path, "zlab", {**window, **changes}))
+)  # fmt: skip
+def test_values_that_cannot_be(
+    tmp_path: Path, name: str, changes: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(make_dialect(tmp_path, name, changes, sections))
 
 
-def test_layers_that_slide_without_the_switch(tmp_path: Path) -> None:
-    make_dialect(tmp_path, "deepspec", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8})
-    edit_json(tmp_path / "config.json", use_sliding_window=None)
-    assert (dims_of(tmp_path).windows, dims_of(tmp_path).causal) == ((8, 8), (True, True))
-
-
-# speculators
-
-
-def test_layer_ids_of_speculators_are_one_more_than_the_taps(tmp_path: Path) -> None:
-    make_dialect(tmp_path, "speculators-dflash", {"aux_hidden_state_layer_ids": [3, 1]})
-    assert dims_of(tmp_path).tap_layers == (2, 0)
-    edit_json(tmp_path / "config.json", aux_hidden_state_layer_ids=[0, 2])
-    assert "aux_hidden_state_layer_ids[0] must be an integer from 1 to 1000, found 0" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("non_causal", [False, True])
-def test_sliding_layers_of_speculators(tmp_path: Path, non_causal: bool) -> None:
-    window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
-    path = make_dialect(
-        tmp_path, "speculators-dflash", {"sliding_window_non_causal": non_causal}, {"transformer_layer_config": window}
-    )
-    dims = dims_of(path)
-    assert (dims.windows, dims.causal) == ((9, 0), () if non_causal else (True, False))
-    edit_json(path / "config.json", sliding_window=8)
-    assert "sliding_window is 9, but 8 in the file: which is it?" in refusal(path)
-
-
-@pytest.mark.parametrize(
-    ("stated", "proposed", "expected"),
-    [
-        (None, BLOCK - 1, False),
-        (None, BLOCK, True),
-        (False, BLOCK - 2, False),
-        (True, BLOCK - 1, True),
-        (True, BLOCK, True),
-    ],
-)
-def test_whether_position_0_predicts(tmp_path: Path, stated: bool | None, proposed: int, expected: bool) -> None:
-    proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": proposed}]}
-    outer = {"sample_from_anchor": stated}
-    make_dialect(tmp_path, "speculators-dflash", outer, {"speculators_config": proposals})
-    assert dims_of(tmp_path).anchor_first == expected
-
-
-def test_more_proposals_than_positions(tmp_path: Path) -> None:
-    proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK}]}
-    make_dialect(tmp_path, "speculators-dflash", {"sample_from_anchor": False}, {"speculators_config": proposals})
-    assert f"proposes {BLOCK} tokens, more than block_size {BLOCK} and sample_from_anchor false" in refusal(tmp_path)
+# Tables
 
 
 def test_a_smaller_vocabulary(tmp_path: Path) -> None:
@@ -235,24 +239,6 @@ def test_a_smaller_vocabulary_without_its_head(tmp_path: Path) -> None:
     weights = drafter_weights("speculators-dspark")
     del weights["lm_head.weight"]
     assert "lacks lm_head.weight" in refusal(make_dialect(tmp_path, "speculators-dspark", weights=weights))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp', which is not implemented"),
-        ({"target_hidden_size": 64}, "target_hidden_size is 64, which is not implemented; only 32 is"),
-        ({"mask_token_id": None}, "has no mask_token_id"),
-        ({"markov_head_type": "rnn"}, "markov_head_type must be 'vanilla' or 'gated', found 'rnn'"),
-        ({"draft_vocab_size": 97}, "draft_vocab_size 97 is more than vocab_size 96"),
-    ],
-)
-def test_unusable_layouts_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    make_dialect(tmp_path, "speculators-dspark")
-    config = json.loads((tmp_path / "config.json").read_text())
-    kept = {name: value for name, value in {**config, **changes}.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(kept))
-    assert message in refusal(tmp_path)
 
 
 def test_a_mask_with_an_embedding_of_its_own(tmp_path: Path) -> None:

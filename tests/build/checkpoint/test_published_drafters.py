@@ -1,6 +1,6 @@
 """Configurations of published drafters: each is read right, or refused with the name of what is not supported.
 
-A fixture has the configuration, its source, and under `read` fields of `DFlashDims`, or under `refused` the message.
+A fixture has the configuration, and under `read` fields of the record, or under `refused` the message.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ import pytest
 
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.errors import CheckpointError
 
 FIXTURES = {
     path.stem: json.loads(path.read_text())
-    for path in (Path(__file__).parents[2] / "fixtures" / "drafters").glob("*.json")
+    for folder in ("drafters", "eagle")
+    for path in (Path(__file__).parents[2] / "fixtures" / folder).glob("*.json")
 }
 # Those of the first published checkpoints have their defaults.
 FEATURES = """windows causal anchor_first draft_vocab_size own_embedding own_head markov_rank selector convolution
 logit_scale logit_cap""".split()
 
 
-def read(path: Path, config: dict[str, Any]) -> DFlashDims:
+def read(path: Path, config: dict[str, Any]) -> DFlashDims | Eagle3Dims:
     (path / "config.json").write_text(json.dumps(config))
     dims = read_config(path).dims
-    assert isinstance(dims, DFlashDims)
+    assert isinstance(dims, DFlashDims | Eagle3Dims)
     return dims
 
 
 def test_fixtures_say_what_they_are() -> None:
-    assert all(each["checkpoint"] and each["source"] for each in FIXTURES.values())
-    assert sum("read" in each for each in FIXTURES.values()) >= 12
+    assert all("eagle" in name or (each["checkpoint"] and each["source"]) for name, each in FIXTURES.items())
+    assert sum("read" in each for each in FIXTURES.values()) >= 18
     assert all(("read" in each) != ("refused" in each) for each in FIXTURES.values())
 
 
@@ -47,9 +49,9 @@ def test_a_published_drafter_is_read_or_refused_by_name(tmp_path: Path, name: st
         assert FIXTURES[name]["refused"] in str(caught.value) and "\n" not in str(caught.value)
         return
     dims = read(tmp_path, config)
-    found = json.loads(json.dumps(dataclasses.asdict(dims) | {"draft_length": dims.draft_length}))
-    assert {field: found[field] for field in expected} == expected
-    assert set(dims.features()) == expected.keys() & {*FEATURES}
+    found = json.dumps({field: getattr(dims, field) for field in expected}, default=dataclasses.asdict)
+    assert json.loads(found) == expected
+    assert isinstance(dims, Eagle3Dims) or set(dims.features()) == expected.keys() & {*FEATURES}
 
 
 def test_the_kind_of_a_markov_head(tmp_path: Path) -> None:
@@ -57,6 +59,6 @@ def test_the_kind_of_a_markov_head(tmp_path: Path) -> None:
     config = FIXTURES["deepspec-dspark-qwen3-4b"]["config"]
     for kind, rank, gated in (("vanilla", 256, False), ("gated", 256, True), ("gated", 0, False)):
         dims = read(tmp_path, {**config, "markov_head_type": kind, "markov_rank": rank})
-        assert (dims.markov_rank, dims.markov_gated) == (rank, gated)
+        assert isinstance(dims, DFlashDims) and (dims.markov_rank, dims.markov_gated) == (rank, gated)
     with pytest.raises(CheckpointError, match="markov_head_type"):
         read(tmp_path, {**config, "markov_head_type": "rnn"})

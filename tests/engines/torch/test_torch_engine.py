@@ -54,21 +54,6 @@ def test_ar_says_what_the_onnxruntime_engine_says(tiny_engine: Path, prompts: li
         assert outputs(other, prompts, method="ar") == plain
 
 
-@pytest.mark.parametrize(
-    ("method", "budget"), [("dflash", "auto"), ("ddtree", 1), ("ddtree", 16), ("ddtree", 100), ("ddtree", "auto")]
-)
-def test_greedy_output_is_that_of_ar(llm: LLM, prompts: list[Any], plain: list[Any], method: str, budget: Any) -> None:
-    """Slots of different lengths share every pass: there are more prompts than slots."""
-    assert len(prompts) > llm.engine.manifest.limits.max_batch
-    assert outputs(llm, prompts, method=method, tree_budget=budget) == plain
-
-
-def test_draws_are_those_of_ar(llm: LLM, prompts: list[Any]) -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": 1}
-    expected = outputs(llm, prompts[:3], method="ar", **options)
-    assert outputs(llm, prompts[:3], method="ddtree", tree_budget=16, **options) == expected
-
-
 def test_a_round_waits_twice(llm: LLM, prompts: list[Any]) -> None:
     """Once for the draft and once for the verification, whatever the number of slots."""
     engine = llm.engine

@@ -112,15 +112,33 @@ def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None
     assert_rounded_once(Pointwise(kernels=True).swiglu(gate_up), F.silu(gate) * up, half_step)
 
 
-def test_the_kernels_refuse_what_they_do_not_have(operators: None) -> None:
+def test_the_operators_refuse_wrong_tensors(operators: None) -> None:
     ops, half = torch.ops.ddtree, torch.bfloat16
-    x, w, tables = torch.zeros(2, 16, dtype=half), torch.zeros(16, dtype=half), torch.zeros(2, 5, 64)
-    q, kv, at = torch.zeros(2, 2, 64, dtype=half), torch.zeros(2, 1, 64, dtype=half), torch.zeros(2, dtype=torch.int32)
-    norm, qkv = torch.ones(64, dtype=half), torch.zeros(2, 4, 64, dtype=half)
-    wide, odd = torch.zeros(2, 2, 32, dtype=half), torch.zeros(2, 12, dtype=half)
+
+    def halves(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=half)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    x, w, tables, norm, at = halves(2, 16), halves(16), torch.zeros(2, 5, 64), halves(64), ints(2)
+    q, kv, qkv, wide = halves(2, 2, 64), halves(2, 1, 64), halves(2, 4, 64), halves(2, 2, 32)
+    narrow = wide[:, :1].contiguous()
+    parents, mask = torch.tensor([[-1, 0, 0]], dtype=torch.int32), ints(1, 3, 1)
+    cache, one, keep, space = halves(2, 1, 2, 8, 64), ints(1), ints(1, 3), torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def attend(**change: Any) -> None:
+        q, kv = halves(1, 3, 4, 64), halves(1, 3, 2, 64)
+        given = {"q": q, "k": kv, "v": kv, "mask": mask, "mode": 0, "out": q.clone(), "space": space, **change}
+        q, k, v, mask_, mode, out, workspace = given.values()
+        ops.tree_attention(q, k, v, cache[0], cache[1], one, one, mask_, mode, 0.125, out, workspace, 2)
+
+    attend()
+    ops.packed_mask(parents, mask)
+    ops.compact(cache, one, one, keep, one)
     calls: list[tuple[Any, str]] = [
         (lambda: ops.add_rms_norm(x.float(), None, w.float(), 1e-6, None, x.float()), "x must be bfloat16 or float16"),
-        (lambda: ops.add_rms_norm(odd, None, w[:12], 1e-6, None, odd.clone()), "status 2"),
+        (lambda: ops.add_rms_norm(halves(2, 12), None, w[:12], 1e-6, None, halves(2, 12)), "status 2"),
         (lambda: ops.add_rms_norm(x, x, w, 1e-6, None, x.clone()), "status 1"),
         (lambda: ops.add_rms_norm(x, None, w[:8], 1e-6, None, x.clone()), "weight must have shape"),
         (lambda: ops.swiglu(x, x), "gate_up must have shape"),
@@ -128,12 +146,23 @@ def test_the_kernels_refuse_what_they_do_not_have(operators: None) -> None:
         (lambda: ops.split_qkv(qkv[:, :3], norm, norm, tables, at, 1e-6, q, kv, kv.clone()), "qkv must"),
         (
             lambda: ops.split_qkv(
-                wide.repeat(1, 2, 1), norm[:32], norm[:32], tables[..., :32].contiguous(), at, 1e-6,
-                wide, wide[:, :1].contiguous(), wide[:, :1].contiguous(),
+                wide.repeat(1, 2, 1), norm[:32], norm[:32], torch.zeros(2, 5, 32), at, 1e-6, wide, narrow, narrow
             ),
             "status 3",
         ),
-    ]  # fmt: skip
+        (lambda: ops.packed_mask(parents.long(), mask), "parents must be"),
+        (lambda: ops.packed_mask(parents, mask[:, :2].contiguous()), "mask must have shape"),
+        (lambda: ops.packed_mask(parents, ints(1, 3, 0)), "status 2"),
+        (lambda: ops.compact(cache.transpose(3, 4), one, one, keep, one), "contiguous"),
+        (lambda: ops.compact(cache, one.long(), one, keep, one), "slot_ids must be"),
+        (lambda: attend(q=torch.zeros(1, 3, 4, 64)), "q must be bfloat16 or float16"),
+        (lambda: attend(k=halves(1, 2, 2, 64)), "k must"),
+        (lambda: attend(v=torch.zeros(1, 3, 2, 64).half()), "v must be"),
+        (lambda: attend(mask=None), "status 2"),
+        (lambda: attend(space=space[:64]), "status 5"),
+        (lambda: attend(mode=7), "status 3"),
+        (lambda: attend(out=halves(1, 3, 2, 64)), "out must"),
+    ]
     for call, text in calls:
         with pytest.raises(RuntimeError, match=text):
             call()

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 from scripted_models import Array, Bilinear, Drafter, Linked, Target
 
-from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.candidates import Marginals
@@ -28,6 +28,7 @@ from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
+from workbench.manifests import bare_manifest
 
 Kind = Literal["dflash", "autoregressive"]
 
@@ -179,28 +180,10 @@ class ScriptedEngine:
 
 
 def make_manifest(vocab_size: int, kind: Kind, block_size: int, limits: Limits) -> Manifest:
-    identity = CheckpointIdentity("scripted", "local", "")
     shape = (vocab_size, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, limits.max_seq_len)
+    target = TransformerDims(*shape)
     block = DFlashDims(*shape, block_size=block_size, mask_token_id=0, tap_layers=(0,), num_target_layers=1)
-    return Manifest(
-        schema_version=1,
-        product_version="0",
-        backend="onnxruntime",
-        precision="fp32",
-        name="scripted",
-        target=identity,
-        drafter=identity,
-        drafter_kind=kind,
-        target_dims=TransformerDims(*shape),
-        drafter_dims=block if kind == "dflash" else TransformerDims(*shape),
-        limits=limits,
-        stop_token_ids=(),
-        chat_template_args={},
-        toolchain={},
-        tensors={},
-        files={},
-        build_seconds=0.0,
-    )
+    return bare_manifest("scripted", target, block if kind == "dflash" else target, limits)
 
 
 def _most_probable(probs: Array, k: int) -> tuple[Array, Array]:

@@ -21,8 +21,7 @@ def case(tokens: int) -> tuple[Inputs, Place]:
     generator = torch.Generator().manual_seed(tokens)
     new, cache = (N, tokens, HKV, D), (SLOTS, HKV, S, D)
     rng = np.random.default_rng(tokens)
-    parents = np.array([[-1, *(rng.integers(0, i) for i in range(1, tokens))] for _ in range(N)], np.int32)
-    mask = torch.from_numpy(np.stack([reference.packed_mask(p) for p in parents]))
+    mask = torch.from_numpy(np.stack([reference.packed_mask(reference.random_parents(rng, tokens)) for _ in range(N)]))
     place = Place(torch.tensor(SLOT_IDS, dtype=torch.int32), torch.tensor(PAST, dtype=torch.int32), mask)
     q, k, v, cache_k, cache_v = (
         torch.randn(shape, generator=generator) for shape in ((N, tokens, HQ, D), new, new, cache, cache)

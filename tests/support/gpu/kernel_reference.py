@@ -17,6 +17,11 @@ Int32 = NDArray[np.int32]
 Float = NDArray[np.floating]
 
 
+def random_parents(rng: np.random.Generator, tokens: int) -> Int32:
+    """int32 [T] of a tree whose nodes each hang below any earlier one."""
+    return np.array([-1, *(rng.integers(0, i) for i in range(1, tokens))], np.int32)
+
+
 def visible(mode: MaskMode, tokens: int, tree_mask: Int32 | None = None) -> NDArray[np.bool_]:
     """bool [T, T]: whether token i sees new token j. In mode TREE any tree_mask [T, W] will do: j > i is hidden."""
     if mode is MaskMode.NONE:

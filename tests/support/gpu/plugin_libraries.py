@@ -12,10 +12,12 @@ import ctypes
 import ctypes.util
 import importlib.util
 import mmap
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from kernel_library import KernelLibrary
+from pacing import WAIT_S
 
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "plugins-test"
@@ -113,6 +116,14 @@ def aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 def address(array: np.ndarray | None) -> int | None:
     return None if array is None else array.ctypes.data
+
+
+def check_in_child(work: Callable[..., None], *given: object) -> None:
+    """Run `work` in a process of its own: an access outside an array ends it by a signal."""
+    child = multiprocessing.get_context("fork").Process(target=work, args=given)
+    child.start()
+    child.join(WAIT_S)
+    assert child.exitcode == 0, "a signal here (negative) is an access outside an array"
 
 
 _libc = ctypes.CDLL(ctypes.util.find_library("c"))

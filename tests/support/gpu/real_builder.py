@@ -5,7 +5,6 @@ The parser ends the process at a plugin that its product does not have: each is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,20 +36,6 @@ def rtx() -> Any:
 def real_builder() -> EngineBuilder:
     """That of this process: TensorRT keeps the first log it gets."""
     return EngineBuilder(rtx(), "TensorRT", no_progress)
-
-
-def record_plans(patch: pytest.MonkeyPatch, record: Callable[[int], None]) -> None:
-    """Call `record` with the bytes of each plan that is built, whoever builds it."""
-    builder = rtx().Builder
-    build = builder.build_serialized_network
-
-    def recorded(*arguments: Any) -> Any:
-        plan = build(*arguments)
-        if plan is not None:
-            record(plan.nbytes)
-        return plan
-
-    patch.setattr(builder, "build_serialized_network", recorded)
 
 
 class Form(NamedTuple):
