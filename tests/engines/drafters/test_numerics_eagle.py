@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TARGET_DIMS, eagle_weights, make_eagle, make_target
+from checkpoints import TARGET_DIMS, drafter_weights, make_eagle, make_target
 from eagle_truth import Eagle3
 from numerics import Measured, Truth, assert_close
 
@@ -86,7 +86,7 @@ def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
     rng = np.random.default_rng(3)
     engine: Any = open_engine(tmp_path / "engine", warm=False)
     try:
-        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), *tables)
+        truth = Truth(target, dims.tap_layers), Eagle3(dims, drafter_weights(dims, 1), *tables)
         slots = [Slot(engine, n, *truth) for n in range(engine.manifest.limits.max_batch)][:2]
         for slot, size in zip(slots, (11, 1), strict=False):
             slot.prefill(rng.integers(0, 96, size).tolist())
@@ -123,7 +123,7 @@ def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     engine: Any = open_engine(tmp_path / "engine", warm=False)
     try:
-        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), *target_tables(target))
+        truth = Truth(target, dims.tap_layers), Eagle3(dims, drafter_weights(dims, 1), *target_tables(target))
         slot = Slot(engine, 0, *truth)
         for size in (chunk, chunk, 30):
             slot.prefill(rng.integers(0, TARGET_DIMS.vocab_size, size).tolist())
