@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ddtree_trt.runtime.engines.base import Engine
 
-PLAN_BYTES = "plan_bytes"  # property of a test for each plan that the real builder wrote
-
 # How long an example takes says how busy the machine is, and nothing about the property.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -35,27 +33,6 @@ settings.load_profile("any machine")
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` stands for. The environments of tests that run alone have no pytest-xdist."""
     return worker_count(len(os.sched_getaffinity(0)), free_bytes())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Record every plan that a test marked `rtx` has the real builder write in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        if item.get_closest_marker("rtx"):
-            from real_builder import record_plans
-
-            record_plans(patch, lambda size: item.user_properties.append((PLAN_BYTES, size)))
-        return (yield)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add how many plans the tests marked `rtx` had the real builder write."""
-    found = [report for each in terminalreporter.stats.values() for report in each]
-    # Tests that were deselected are among them, and have no `when`.
-    reports = [r for r in found if getattr(r, "when", "teardown") != "teardown" and "rtx" in getattr(r, "keywords", ())]
-    if reports:
-        sizes = [n for r in reports if r.when == "call" for name, n in r.user_properties if name == PLAN_BYTES]
-        terminalreporter.write_line(f"TensorRT for RTX built {len(sizes)} plans, {sum(sizes) / 1e6:.0f} MB")
 
 
 def known_costs(engine: Engine, *_: object) -> profile.Profile:

@@ -1,14 +1,12 @@
-"""Time the native host work of one round, and the same heap in plain Python for comparison.
+"""Time the native host work of one round.
 
     python -m workbench host
 
 Medians of one call through Python, in microseconds, for L = 15 draft positions and K = B candidates, past = 2048.
-Results are compared before anything is timed.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable
 
@@ -20,7 +18,7 @@ POSITIONS = 15
 PAST = 2048
 BUDGETS = (16, 64, 256, 1024)
 TIME_PER_CASE_S = 0.3
-HEADS = ("B", "build_tree", "in Python", "ratio", "packed_mask", "attention_bias", "walk")
+HEADS = ("B", "build_tree", "packed_mask", "attention_bias", "walk")
 
 
 def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,26 +29,6 @@ def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
     log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     token_ids = np.argsort(rng.random((POSITIONS, width)), axis=1)
     return np.ascontiguousarray(log_probs, np.float32), token_ids.astype(np.int32)
-
-
-def heap_in_python(log_probs: np.ndarray, token_ids: np.ndarray, budget: int) -> tuple[list[int], list[int]]:
-    """Algorithm 1 with heapq: token_ids [n] and parents [n+1]."""
-    rows, tokens = log_probs.tolist(), token_ids.tolist()
-    length, width = log_probs.shape
-    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-rows[0][0], (0,), 0, 0.0)]
-    picked: list[int] = []
-    parents = [-1]
-    while heap and len(picked) < budget:
-        negative, ranks, parent, above = heapq.heappop(heap)
-        depth, rank = len(ranks), ranks[-1]
-        picked.append(tokens[depth - 1][rank])
-        parents.append(parent)
-        if rank + 1 < width:
-            weight = above + rows[depth - 1][rank + 1]
-            heapq.heappush(heap, (-weight, (*ranks[:-1], rank + 1), parent, above))
-        if depth < length:
-            heapq.heappush(heap, (-(rows[depth][0] - negative), (*ranks, 0), len(picked), -negative))
-    return picked, parents
 
 
 def median_us(call: Callable[[], object]) -> float:
@@ -69,9 +47,6 @@ def measure(budget: int) -> list[float]:
     """Microseconds of each column of the table."""
     log_probs, token_ids = draft(budget)
     picked, _, parents, _ = _native.build_tree(log_probs, token_ids, budget)
-    if heap_in_python(log_probs, token_ids, budget) != (picked.tolist(), parents.tolist()):
-        raise SystemExit(f"budget {budget}: the native tree differs from the plain heap")
-
     tree_tokens = len(parents)
     bias = np.empty((tree_tokens, PAST + tree_tokens), np.float32)
     choices = np.zeros(tree_tokens, np.int64)
@@ -80,7 +55,6 @@ def measure(budget: int) -> list[float]:
         choices[parents[node]] = picked[node - 1]
         node = parents[node]
     return [
-        median_us(lambda: heap_in_python(log_probs, token_ids, budget)),
         median_us(lambda: _native.build_tree(log_probs, token_ids, budget)),
         median_us(lambda: _native.packed_mask(parents)),
         median_us(lambda: _native.attention_bias(parents, PAST, bias)),
@@ -100,8 +74,5 @@ def measure_compaction() -> float:
 def main() -> None:
     print("Median µs per call\n" + "".join(f"{head:>15}" for head in HEADS))
     for budget in BUDGETS:
-        plain, *native = measure(budget)
-        ratio = f"{plain / native[0]:.0f}×"
-        cells = [str(budget), f"{native[0]:,.1f}", f"{plain:,.1f}", ratio, *(f"{us:,.1f}" for us in native[1:])]
-        print("".join(f"{cell:>15}" for cell in cells))
+        print(f"{budget:>15}" + "".join(f"{us:>15,.1f}" for us in measure(budget)))
     print(f"compact_rows, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")

@@ -13,9 +13,6 @@ import pytest
 
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.runtime.stats import ROUND_STAGES
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tools.gpu import bench
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import torch
 from checkpoints import make_pair
 from engine_builds import build_engine
 from numerics import Truth
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ddtree_trt.errors import UsageError
 from workbench import quality

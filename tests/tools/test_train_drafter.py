@@ -25,9 +25,6 @@ from safetensors.torch import load_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.runtime.engines.base import DraftRequest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tools.train_drafter import __main__ as command
 from tools.train_drafter import data, loop
 from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tools.train_drafter import loop
 from tools.train_drafter.settings import DataSettings, Schedule, ValidationSettings
 from tools.train_tiny import __main__ as command
