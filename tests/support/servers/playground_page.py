@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pacing import WAIT_S
+from pacing import WAIT_S, Passes
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -20,16 +20,9 @@ if not (CHROMIUM and DRIVER):
     pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
 
 ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,900",
-)
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1280,900"
+).split()
 
 
 @contextmanager
@@ -95,6 +88,13 @@ class Page:
         self.find("message").send_keys(text, Keys.ENTER)
         self.wait(lambda: not self.idle or self.answers or self.problem)
         self.wait(lambda: self.idle)
+
+    def send_and_wait_in_the_middle(self, text: str, passes: Passes, method: str) -> None:
+        """Send a message whose answer by this method then stands still, until the passes are let go."""
+        begun = passes.begun
+        passes.wait_until(lambda requests: passes.begun < begun + 4)
+        self.find("message").send_keys(text, Keys.ENTER)
+        self.wait(lambda: self.answers.get(method))
 
     def choose(self, name: str, value: str) -> None:
         Select(self.find(name)).select_by_value(value)

@@ -123,20 +123,17 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
-# Runs the command line with an engine whose passes wait while a file exists, for at most some seconds each.
+# Code that has the passes of engines wait while a file exists, for at most some seconds each.
 HELD = """
-import sys, time
-from pathlib import Path
+import pathlib, time
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
-hold, limit_s, verify = Path(sys.argv.pop(1)), float(sys.argv.pop(1)), OrtEngine.verify
+verify = OrtEngine.verify
 def held(self, requests):
-    end = time.monotonic() + limit_s
-    while hold.exists() and time.monotonic() < end:
+    end = time.monotonic() + {seconds}
+    while pathlib.Path({file!r}).exists() and time.monotonic() < end:
         time.sleep(0.005)
     return verify(self, requests)
 OrtEngine.verify = held
-from ddtree_trt.cli import main
-main()
 """
 
 
@@ -154,10 +151,10 @@ class ProcessServer:
         files: int | None = None,
         code: str = "",
     ) -> None:
-        program = ["-c", f"{code}\nfrom ddtree_trt.cli import main\nmain()"] if code else ["-m", "ddtree_trt.cli"]
         if hold is not None:
-            program = ["-c", HELD, str(hold), str(hold_s)]
-        command = [sys.executable, *program, "serve", str(engine), "--port", "0", "--no-request-log", *options]
+            code = HELD.format(file=str(hold), seconds=hold_s)
+        code += "\nfrom ddtree_trt.cli import main\nmain()"
+        command = [sys.executable, "-c", code, "serve", str(engine), "--port", "0", "--no-request-log", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         if files is not None:
             command = ["prlimit", f"--nofile={files}", *command]
