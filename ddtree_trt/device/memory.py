@@ -73,41 +73,18 @@ def plan_engine(
     `weights_bytes` are those of both networks' files, what they share counted once; of plans without the heads. The
     plan has them as they are once loaded.
     """
-    backend, size = BACKENDS[name], PRECISIONS[precision].value_bytes
-    if backend.plans:  # heads in float32 on the device
-        weights_bytes += sum(_table_values(HEAD, target, drafter)) * FLOAT_BYTES
-    elif backend.on_cpu:
-        weights_bytes = _packed_bytes(precision, target, drafter, weights_bytes)
-    per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
+    backend = BACKENDS[name]
+    native = native or backend.attentions == ("native",)
+    engine = _Engine(backend, precision, target, drafter, limits, native)
+    per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * engine.size for d in (target, drafter))
     return MemoryPlan(
         place=backend.place,
-        weights_bytes=weights_bytes,
+        weights_bytes=engine.weights_bytes(weights_bytes),
         kv_bytes_per_slot=per_row * limits.cache_rows,
         slots=limits.max_batch,
-        buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
-        workspace_bytes=_workspace_bytes(
-            backend, precision, target, drafter, limits, native or backend.attentions == ("native",)
-        ),
+        buffers_bytes=engine.buffers_bytes(),
+        workspace_bytes=engine.workspace_bytes(),
     )
-
-
-def _packed_bytes(precision: str, target: TransformerDims, drafter: TransformerDims, stored: int) -> int:
-    """Bytes of the weights in ONNX Runtime's sessions. Each packs the weights that it multiplies by into memory of its
-    own, and the file's pages are given back: so there is a head per session, also where both have the same one, and
-    besides it an embedding, whose pages the sessions share."""
-    heads = _table_values(HEAD, target, drafter)
-    again = 0 if len(heads) > 1 else heads[0]  # of the target's head in the drafter's session
-    if PRECISIONS[precision].quantized:  # the file has the embedding in float32 and apart from it every network's head
-        return stored + again
-    tables = {name for d in (target, drafter) for table in kind_of(d).own_tables for name in table.sources}
-    layers = (
-        shape
-        for d in (target, drafter)
-        for name, shape in checkpoint_shapes(d, tied=True).items()
-        if name not in tables
-    )
-    embeddings = _table_values(EMBEDDING, target, drafter)
-    return FLOAT_BYTES * (sum(map(math.prod, layers)) + sum(embeddings) + sum(heads) + again)
 
 
 def _table_values(table: str, *networks: TransformerDims) -> list[int]:
@@ -137,23 +114,6 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights, native=native)
 
 
-def _slots_per_pass(backend: Backend, limits: Limits) -> int:
-    """Slots of one pass: a CPU verifies one slot after the other, a GPU all slots of a round together."""
-    return 1 if backend.on_cpu else limits.max_batch
-
-
-def _buffers_bytes(
-    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
-) -> int:
-    if backend.plans:
-        sizes = tensorrt_buffers(target, drafter, limits, size)
-        return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
-    kind, rows = kind_of(drafter), pass_rows(limits, _slots_per_pass(backend, limits))
-    taps = len(kind.tap_layers) * target.hidden_size
-    waiting = limits.max_batch * limits.prefill_chunk if kind.shifted_inputs else 0  # states without a row in its cache
-    return rows * target.vocab_size * FLOAT_BYTES + (rows + waiting) * taps * size
-
-
 def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limits) -> int:
     """Scratch of the attention kernels for any pass of these networks: one piece serves all layers and passes, which
     follow each other. The TensorRT plugin asks for the same."""
@@ -172,53 +132,88 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
     return most
 
 
-def _workspace_bytes(
-    backend: Backend,
-    precision: str,
-    target: TransformerDims,
-    drafter: TransformerDims,
-    limits: Limits,
-    native: bool,
-) -> int:
-    """About the bytes of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
-    size = PRECISIONS[precision].value_bytes
-    wide = _widest_bytes(backend, size, target, drafter, limits)
-    if backend.on_cpu:
-        rows = pass_rows(limits, 1)
-        scores = rows * target.num_heads * limits.cache_rows  # of attention
-        # An 8-bit head is a product, and the logits that are its multiple.
-        logits = rows * target.vocab_size if PRECISIONS[precision].quantized else 0
-        # Memory is taken in powers of two and kept.
-        return 2 * (wide + (scores + logits) * FLOAT_BYTES)
-    # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about as
-    # much is assumed.
-    scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
-    # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
-    return (2 if backend.kernels else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits, native)
+@dataclass(frozen=True)
+class _Engine:
+    """What a plan is computed from."""
 
+    backend: Backend
+    precision: str
+    target: TransformerDims
+    drafter: TransformerDims
+    limits: Limits
+    native: bool  # TensorRT's own attention
 
-def _captured_bytes(
-    backend: Backend, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
-) -> int:
-    """About the bytes of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
-    PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
-    trees = len(buckets(1 + limits.max_tree_budget))
-    if backend.kernels:
-        return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
-    block, slots = kind_of(drafter).block_size, limits.max_batch
-    alone = slots if native else 1  # of one token of one slot, as an autoregressive drafter's passes are
-    drafts = captured_passes(len(context_steps(block)), slots, neighbours=native) if block else alone
-    layers = captured_passes(trees, slots, neighbours=native) * target.num_layers + drafts * drafter.num_layers
-    return layers * CAPTURED_LAYER_BYTES
+    @property
+    def size(self) -> int:
+        """Bytes of a value."""
+        return PRECISIONS[self.precision].value_bytes
 
+    @property
+    def rows(self) -> int:
+        """Most rows of one target pass: a CPU verifies one slot after the other, a GPU all slots of a round."""
+        return pass_rows(self.limits, 1 if self.backend.on_cpu else self.limits.max_batch)
 
-def _widest_bytes(
-    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
-) -> int:
-    """Bytes of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
-    slots = _slots_per_pass(backend, limits)
-    rows = pass_rows(limits, slots)
-    widest = max(target.inner_width, sum(target.qkv_widths))
-    wide = rows * size * (4 * target.hidden_size + 3 * widest)
-    kind = kind_of(drafter)
-    return max(wide, 2 * slots * (kind.longest_draft if kind.block_size else 0) * target.vocab_size * FLOAT_BYTES)
+    def weights_bytes(self, stored: int) -> int:
+        """Of the weights once they are loaded.
+
+        ONNX Runtime's sessions each pack the weights that they multiply by into memory of their own, and the file's
+        pages are given back: so there is a head per session, also where both have the same one, and besides it an
+        embedding, whose pages the sessions share.
+        """
+        networks = (self.target, self.drafter)
+        heads = _table_values(HEAD, *networks)
+        if self.backend.plans:  # heads in float32 on the device
+            return stored + sum(heads) * FLOAT_BYTES
+        if not self.backend.on_cpu:
+            return stored
+        again = 0 if len(heads) > 1 else heads[0]  # of the target's head in the drafter's session
+        if PRECISIONS[self.precision].quantized:  # the file has the embedding in float32, and every network's head
+            return stored + again
+        tables = {name for d in networks for table in kind_of(d).own_tables for name in table.sources}
+        shapes = (item for d in networks for item in checkpoint_shapes(d, tied=True).items())
+        layers = sum(math.prod(shape) for name, shape in shapes if name not in tables)
+        return FLOAT_BYTES * (layers + sum(_table_values(EMBEDDING, *networks)) + sum(heads) + again)
+
+    def buffers_bytes(self) -> int:
+        if self.backend.plans:
+            sizes = tensorrt_buffers(self.target, self.drafter, self.limits, self.size)
+            return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
+        kind, limits = kind_of(self.drafter), self.limits
+        taps = len(kind.tap_layers) * self.target.hidden_size
+        waiting = limits.max_batch * limits.prefill_chunk if kind.shifted_inputs else 0  # states without a row of cache
+        return self.rows * self.target.vocab_size * FLOAT_BYTES + (self.rows + waiting) * taps * self.size
+
+    def workspace_bytes(self) -> int:
+        """About those of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
+        wide = self.widest_bytes()
+        if self.backend.on_cpu:
+            scores = self.rows * self.target.num_heads * self.limits.cache_rows  # of attention
+            # An 8-bit head is a product, and the logits that are its multiple.
+            logits = self.rows * self.target.vocab_size if PRECISIONS[self.precision].quantized else 0
+            # Memory is taken in powers of two and kept.
+            return 2 * (wide + (scores + logits) * FLOAT_BYTES)
+        # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about
+        # as much is assumed.
+        scratch = attention_workspace_bytes((self.target, self.drafter), self.limits) if self.size == 2 else 0
+        # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
+        return (2 if self.backend.kernels else 1) * wide + scratch + self.captured_bytes()
+
+    def captured_bytes(self) -> int:
+        """About those of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
+        PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
+        trees, depth = len(buckets(1 + self.limits.max_tree_budget)), self.target.num_layers
+        if self.backend.kernels:
+            return trees * (depth + self.drafter.num_layers) * CAPTURED_LAYER_BYTES
+        block, slots = kind_of(self.drafter).block_size, self.limits.max_batch
+        alone = slots if self.native else 1  # of one token of one slot, as an autoregressive drafter's passes are
+        drafts = captured_passes(len(context_steps(block)), slots, neighbours=self.native) if block else alone
+        verifications = captured_passes(trees, slots, neighbours=self.native)
+        return (verifications * depth + drafts * self.drafter.num_layers) * CAPTURED_LAYER_BYTES
+
+    def widest_bytes(self) -> int:
+        """Of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
+        target, kind = self.target, kind_of(self.drafter)
+        widest = max(target.inner_width, sum(target.qkv_widths))
+        wide = self.rows * self.size * (4 * target.hidden_size + 3 * widest)
+        drafted = (1 if self.backend.on_cpu else self.limits.max_batch) * (kind.longest_draft if kind.block_size else 0)
+        return max(wide, 2 * drafted * target.vocab_size * FLOAT_BYTES)

@@ -65,8 +65,8 @@ class Family:
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
         """Fields of config.json that state a switch → the values that agree with it."""
-        layers = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)} if self.experts else {}
-        return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,), **layers}
+        layers = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "shared_expert_intermediate_size": (0,)}
+        return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,), **(layers if self.experts else {})}
 
     def config_entries(self, dims: TransformerDims) -> dict[str, object]:
         """The entries of config.json that a network of the family has as a target and as a drafter."""

@@ -68,12 +68,6 @@ def converse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return run
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
-
-
 @pytest.mark.parametrize("method", ["ddtree", "ar"])
 @pytest.mark.parametrize("passes", [2, 5])
 def test_ctrl_c_ends_the_answer_alone(

@@ -34,14 +34,6 @@ def build(path: Path, **drafter: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smaller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The drafter is another network: one layer, another width, untied."""
-    shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
-    with LLM(build(tmp_path_factory.mktemp("smaller"), **shape)) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def same_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The drafter is the target itself: what it drafts greedily is always right."""
     return build(tmp_path_factory.mktemp("same"))
@@ -55,9 +47,15 @@ def same(same_engine: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The drafter is another random network, whose tokens are hardly ever the target's."""
+    """The drafter is another network, untied and of another shape, whose tokens are hardly ever the target's."""
     shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
     return build(tmp_path_factory.mktemp("unlike"), **shape)
+
+
+@pytest.fixture(scope="module")
+def smaller(unlike: Path) -> Iterator[LLM]:
+    with LLM(unlike) as llm:
+        yield llm
 
 
 def prompts(count: int, size: int = 6) -> list[list[int]]:

@@ -309,8 +309,9 @@ def test_the_memory_plan_counts_the_bound(max_batch: int) -> None:
         halves, single = (memory.plan_engine(backend, p, dims, dims, limits, 0) for p in ("bf16", "fp32"))
         passes = {"torch": 2, "tensorrt": 1}[backend]
         without = [
-            plan.workspace_bytes - passes * memory._widest_bytes(BACKENDS[backend], size, dims, dims, limits)
-            for plan, size in ((halves, 2), (single, 4))
+            plan.workspace_bytes
+            - passes * memory._Engine(BACKENDS[backend], precision, dims, dims, limits, False).widest_bytes()
+            for plan, precision in ((halves, "bf16"), (single, "fp32"))
         ]
         assert without[0] - without[1] == 8_785_920  # float32 has no kernels
 

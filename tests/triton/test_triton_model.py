@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -41,13 +42,7 @@ def vllm(prompt: str = PROMPT, *, stream: bool = False, **sampling: Any) -> dict
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as reference:
-        yield reference
-
-
-@pytest.fixture(scope="module")
-def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+def instance(llm: LLM, tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     repository, before = tmp_path_factory.mktemp("models"), set(threading.enumerate())
     with loaded(export_triton(tiny_engine, repository, "m", max_queue=0, link=True)) as running:
         yield running
@@ -69,27 +64,58 @@ def joined(request: Any) -> str:
     return "".join(r.arrays["text_output"][0].decode() for r in request.responses())
 
 
-def test_text_and_figures_equal_the_runtimes(instance: Instance, llm: LLM) -> None:
-    sampling: dict[str, Any] = {"max_tokens": 40, "tree_budget": 12, "stop": ["\n\n\n"]}
+@pytest.mark.parametrize("layout", [TRTLLM, VLLM], ids=lambda layout: layout.name)
+def test_text_and_figures_equal_the_runtimes(
+    instance: Instance, llm: LLM, tiny_engine: Path, tmp_path: Path, layout: Layout
+) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 40, "tree_budget": 12, "stop": ["\n\n\n"], "n": 2, "seed": 3}
+    sampling |= {"temperature": 2.0, "logprobs": 2}  # hot: two unlike texts
     truth = llm.generate(PROMPT, SamplingParams(**sampling))[0]
-    counts = {"return_num_input_tokens": np.array([True]), "return_num_output_tokens": np.array([True])}
-    (whole,) = instance.start({**trtllm(**sampling), **counts}).responses()
-    parts: list[InferenceResponse] = []
-    passes(instance).in_step_with(lambda: len(parts), 2)
-    parts.extend(instance.start({**trtllm(stream=True, **sampling), **counts}).responses())
+    assert truth.outputs[0].text != truth.outputs[1].text
+    names = ("num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "log_probs")
+    wanted = {f"return_{name}": np.array([True]) for name in names if f"return_{name}" in layout.inputs}
+    with contextlib.ExitStack() as stack:
+        if layout is VLLM:
+            model = export_triton(tiny_engine, tmp_path, "m", layout="vllm", link=True)
+            instance = stack.enter_context(loaded(model))
+        ask = trtllm if layout is TRTLLM else vllm
+        exclude = {"exclude_input_in_output": np.array([True])}
+        (whole,) = instance.start({**ask(**sampling), **wanted, **exclude}).responses()
+        parts: list[InferenceResponse] = []
+        passes(instance).in_step_with(lambda: len(parts), 2, slots=2)
+        parts.extend(instance.start({**ask(stream=True, **sampling), **wanted}).responses())
     assert len(parts) > 2
-    assert "".join(p.arrays["text_output"][0].decode() for p in parts) == truth.outputs[0].text
-    assert whole.arrays["text_output"].tolist() == [truth.outputs[0].text.encode()]
-    for last in (whole, parts[-1]):
-        figures = {name: array.item() for name, array in last.arrays.items() if array.shape == (1, 1)}
+    scalar = (1, 1) if layout.batched else (1,)
+    for arrays in (whole.arrays, parts[-1].arrays):
+        assert {name: arrays[name].dtype for name in arrays if arrays[name].dtype != object} == {
+            tensor.name: np.dtype({"FP32": "f4"}.get(tensor.dtype, tensor.dtype.lower()))
+            for tensor in layout.outputs.values()
+            if tensor.dtype != "STRING" and tensor.name in arrays
+        }
+        figures = {name: array.item() for name, array in arrays.items() if array.shape == scalar}
         assert figures["total_draft_tokens"] == truth.metrics.drafted_tokens
         assert figures["total_accepted_draft_tokens"] == truth.metrics.accepted_tokens
         assert figures["acceptance_rate"] == pytest.approx(truth.metrics.acceptance_rate)
         assert figures["num_input_tokens"] == truth.usage.prompt_tokens
-    assert sum(p.arrays["num_output_tokens"].item() for p in parts) == truth.usage.completion_tokens
+        sums = [o.cumulative_logprob for o in truth.outputs]
+        assert arrays[layout.cum_log_probs].reshape(-1).tolist() == pytest.approx(sums, abs=1e-3)
     assert "acceptance_rate" not in parts[0].arrays  # of the whole request, so with its last response
-    assert [p.arrays["finish_reason"][0] for p in parts[:-1]] == [b""] * (len(parts) - 1)
-    assert whole.arrays["finish_reason"][0].decode() == truth.outputs[0].finish_reason
+    counts = [p.arrays["num_output_tokens"] for p in (whole, *parts)]
+    assert counts[0].sum() == sum(count.sum() for count in counts[1:]) == truth.usage.completion_tokens
+    assert {count.shape for count in counts} == {(1, 1) if layout.batched else (2,)}
+    for i, output in enumerate(truth.outputs):
+        texts = [p.arrays["text_output"][i].decode() for p in (whole, *parts)]
+        assert texts[0] == "".join(texts[1:]) == output.text
+        first, *_, last = reasons = [p.arrays["finish_reason"][i].decode() for p in (*parts, whole)]
+        assert (first, last) == (layout.unfinished, output.finish_reason) and {*reasons} == {first, last}
+        assert output.logprobs is not None
+        truths, given = [token.logprob for token in output.logprobs], whole.arrays[layout.log_probs]
+        if layout.batched:
+            assert given[0, i, : len(truths)].tolist() == pytest.approx(truths, abs=1e-3)
+            continue
+        for token, found in zip(output.logprobs, json.loads(given[i]), strict=True):
+            assert {*map(int, found)} == {token.token_id, *dict(token.top)}
+            assert found[str(token.token_id)]["logprob"] == pytest.approx(token.logprob, abs=1e-3)
 
 
 def test_metrics_add_up(tiny_engine: Path, tmp_path: Path) -> None:

@@ -137,80 +137,71 @@ def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCA
     Raises CheckpointError when the path is not a checkpoint, is of an unsupported kind, or when a tensor is missing,
     superfluous, or of another shape than its configuration says; MissingDependency where GGUF files cannot be read.
     """
-    parts = _gguf_parts(path) if is_gguf(path) else _directory_parts(path)
-    config: ModelConfig = parts.pop("config")
+    opened = _open_gguf(path) if is_gguf(path) else _open_directory(path)
+    config: ModelConfig = opened.pop("config")
     return Checkpoint(
-        path=path,
+        **{"name": name or checkpoint_name(path), "revision": revision, "path": path, "dims": config.dims, **opened},
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,
-        name=name or checkpoint_name(path),
-        revision=revision,
         quantization=config.quantization,
-        **{"dims": config.dims, **parts},
     )
 
 
-def _directory_parts(directory: Path) -> dict[str, Any]:
-    """Fields of the `Checkpoint` in a directory of Hugging Face's layout."""
+def _open_directory(directory: Path) -> dict[str, Any]:
+    """The configuration and fields of the `Checkpoint` in a directory of Hugging Face's layout."""
     config = read_config(directory)
     files, tensors = open_tensors(directory)
     stored = {config.dialect.our_name(name): tensor for name, tensor in tensors.items()}
     dims = config.dialect.settle(config.dims, stored)
-    expected = checkpoint_shapes(dims, tied=config.tied)
-    quantizers = find_scales(directory, config.quantization, stored, expected)
-    _refuse_missing(directory, CONFIG, stored, expected)
-    as_stored = dict(expected)
-    for weight, shape in expected.items():
+    shapes = checkpoint_shapes(dims, tied=config.tied)
+    quantizers = find_scales(directory, config.quantization, stored, shapes)
+    as_stored = dict(shapes)
+    for weight in (name for name in shapes if name in stored):
         if config.quantization and scale_name(weight, WEIGHT) in quantizers:
-            as_stored[weight] = config.quantization.stored_shape(shape)
+            as_stored[weight] = config.quantization.stored_shape(shapes[weight])
         else:
             check_dtype(weight, stored[weight])
     unused = config.dialect.unused
     ignored = {n for n in stored if n in _IGNORED or n.endswith(_IGNORED_SUFFIXES) or n.startswith(unused)}
-    _refuse_misfits(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})
+    _check_tensors(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})
     return {
         "config": config,
         "dims": dims,
         "files": tuple(sorted([directory / CONFIG, *files])),
-        "tensors": {name: stored[name] for name in expected},
-        "shapes": expected,
+        "tensors": {name: stored[name] for name in shapes},
+        "shapes": shapes,
         "quantizers": quantizers,
         "_read": lambda name: read_float32(name, stored[name]),
     }
 
 
-def _gguf_parts(path: Path) -> dict[str, Any]:
+def _open_gguf(path: Path) -> dict[str, Any]:
     """The same of a GGUF file."""
     files = open_gguf(path)
     config = read_gguf_config(files)
-    expected = checkpoint_shapes(config.dims, tied=config.tied)
-    names = files.names(expected, config.dims.num_layers)
-    wanted = {names[weight]: shape for weight, shape in expected.items()}
-    _refuse_missing(path, "metadata", files.tensors, wanted)
-    _refuse_misfits(path, "metadata", files.tensors, wanted, {DIVISORS})
+    shapes = checkpoint_shapes(config.dims, tied=config.tied)
+    names = files.names(shapes, config.dims.num_layers)
+    _check_tensors(path, "metadata", files.tensors, {names[name]: shapes[name] for name in shapes}, {DIVISORS})
     return {
         "config": config,
         "files": files.paths,
-        "tensors": {weight: files.tensors[names[weight]] for weight in expected},
-        "shapes": expected,
+        "tensors": {name: files.tensors[names[name]] for name in shapes},
+        "shapes": shapes,
         "quantizers": {},
-        "_read": lambda weight: read_tensor(files, names[weight], config.dims),
+        "_read": lambda name: read_tensor(files, names[name], config.dims),
     }
 
 
-def _refuse_missing(path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes) -> None:
-    """Raises CheckpointError for expected tensors that are not stored. `config` is what calls for them."""
+def _check_tensors(
+    path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes, known: Collection[str]
+) -> None:
+    """Raises CheckpointError for a tensor that is missing or of another shape than expected, and for those neither
+    expected nor known. `config` is what calls for them."""
     if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
             f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole checkpoint, "
             f"and the {config} that belongs to it"
         )
-
-
-def _refuse_misfits(
-    path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes, known: Collection[str]
-) -> None:
-    """Raises CheckpointError for a tensor of another shape than expected, and for those neither expected nor known."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The kernels behind the C interface of `cpp_plugins/kernels/c_api.cpp`, by ctypes."""
+"""The kernels behind the C interface of `cpp_plugins/emulator/c_api.cpp`, by ctypes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from google.protobuf import text_format
-from triton_clients import LONG, ask, eventually, generate, generate_stream, grpc_stream, idle, metric, text, values
+from triton_clients import ask, eventually, generate, generate_stream, idle, metric, text, values
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from ddtree_trt import LLM, SamplingParams
@@ -45,67 +45,31 @@ def test_clients_see_the_model_as_it_was_exported(server: TritonServer, model: s
 def test_text_equals_generate(
     server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict[str, Any]
 ) -> None:
+    """Whole and streamed; acceptance figures come with the last response."""
     for prompt in prompts:
         truth = expected(llm, prompt, **sampling)
-        status, answer = generate(server, model, values(model, prompt, stream=False, **sampling))
+        whole, parts = (values(model, prompt, stream=stream, **sampling) for stream in (False, True))
+        status, answer = generate(server, model, whole)
         assert (status, answer["text_output"]) == (200, truth)
-        (response,) = ask(server, model, values(model, prompt, stream=False, **sampling))
-        assert text([response]) == truth
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_joined_streams_equal_generate(
-    server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict[str, Any]
-) -> None:
-    for prompt in prompts:
-        truth = expected(llm, prompt, **sampling)
-        request = values(model, prompt, stream=True, **sampling)
-        assert text(generate_stream(server, model, request)) == truth
-        assert text(ask(server, model, request)) == truth
-
-
-def test_figures_equal_the_runtimes(server: TritonServer, llm: LLM, prompts: list[str], model: str) -> None:
-    """With a fixed budget the trees, and so the acceptance figures, are the same in both."""
-    sampling = {"max_tokens": 40, "tree_budget": BUDGET, "stop": ["\n\n"]}
-    truth = llm.generate(prompts[0], SamplingParams.from_mapping(sampling))[0]
-    counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
-    responses = ask(server, model, {**values(model, prompts[0], stream=True, **sampling), **counts})
-    last = responses[-1]
-    shape = (1,) if "vllm" in model else (1, 1)
-    assert last["acceptance_rate"].shape == last["total_draft_tokens"].shape == shape
-    assert last["acceptance_rate"].item() == pytest.approx(truth.metrics.acceptance_rate)
-    assert last["total_accepted_draft_tokens"].item() == truth.metrics.accepted_tokens
-    assert last["total_draft_tokens"].item() == truth.metrics.drafted_tokens
-    assert sum(r["num_output_tokens"].item() for r in responses) == truth.usage.completion_tokens
-    assert {r["num_input_tokens"].item() for r in responses} == {truth.usage.prompt_tokens}
-    reasons = [r["finish_reason"][0].decode() for r in responses]
-    assert reasons[-1] == truth.outputs[0].finish_reason
-    assert set(reasons[:-1]) <= ({"None"} if "vllm" in model else {""})
-    assert not any("acceptance_rate" in response for response in responses[:-1])
+        assert text(ask(server, model, whole)) == text(generate_stream(server, model, parts)) == truth
+        *before, last = ask(server, model, parts)
+        assert text([*before, last]) == truth and not any("acceptance_rate" in response for response in before)
+        assert last["acceptance_rate"].shape == last["total_draft_tokens"].shape == (1,) * (1 + ("vllm" not in model))
 
 
 def test_several_sequences_and_log_probs(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
-    sampling: dict[str, Any] = {
-        "max_tokens": 12,
-        "temperature": 2.0,
-        "seed": 3,
-        "tree_budget": BUDGET,
-    }  # hot: two unlike texts
+    sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 3, "tree_budget": BUDGET}
     truth = llm.generate(prompts[1], SamplingParams(**sampling, n=2, logprobs=0))[0].outputs
+    assert len({o.text for o in truth}) == 2
     request = values("tiny", prompts[1], stream=True, **sampling)
     responses = ask(server, "tiny", {**request, "num_return_sequences": 2, "return_log_probs": True})
     for i, output in enumerate(truth):
         assert "".join(r["text_output"][i].decode() for r in responses) == output.text
         assert responses[-1]["cum_log_probs"][0, i] == pytest.approx(output.cumulative_logprob, abs=1e-3)
-    assert len({o.text for o in truth}) == 2
-    sampling["logprobs"] = 2
-    truth = llm.generate(prompts[1], SamplingParams(**sampling))[0].outputs
-    request = values("tiny-vllm", prompts[1], stream=False, **sampling)
+    request = values("tiny-vllm", prompts[1], stream=False, n=2, logprobs=2, **sampling)
     (whole,) = ask(server, "tiny-vllm", {**request, "return_logprobs": True})
-    tokens = json.loads(whole["logprobs"][0])
-    assert [next(iter(t)) for t in tokens] == [str(token) for token in truth[0].token_ids]
-    assert truth[0].logprobs is not None
-    assert tokens[0][str(truth[0].token_ids[0])]["logprob"] == pytest.approx(truth[0].logprobs[0].logprob, abs=1e-3)
+    for output, tokens in zip(truth, map(json.loads, whole["logprobs"]), strict=True):
+        assert [next(iter(token)) for token in tokens] == [str(token) for token in output.token_ids]
 
 
 def test_the_prompt_comes_first_where_the_layout_says_so(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
@@ -122,17 +86,6 @@ def test_only_listed_outputs_are_sent(server: TritonServer, prompts: list[str], 
     (response,) = ask(server, model, values(model, prompts[0], stream=False, max_tokens=5), outputs=outputs)
     assert set(response) == {"text_output", "num_output_tokens"}
     assert response["num_output_tokens"].item() == 5
-
-
-def test_streams_run_beside_each_other(server: TritonServer, model: str) -> None:
-    """The first of two long streams is still running when the second has begun: both end by being cancelled."""
-    assert idle(server, model)
-    before = metric(server, "ddtree_requests_total", model, outcome="cancelled")
-    request = values(model, PROMPT, stream=True, **LONG)
-    with grpc_stream(server, model, request) as first, grpc_stream(server, model, request) as second:
-        next(first())
-        next(second())
-    assert eventually(lambda: metric(server, "ddtree_requests_total", model, outcome="cancelled") == before + 2)
 
 
 def test_sixteen_streams_while_metrics_are_scraped(
