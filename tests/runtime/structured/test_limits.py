@@ -203,7 +203,7 @@ def test_a_trial_ends_when_its_time_is_up(stranger: GrammarCompiler) -> None:
 
 def test_a_trial_process_that_ended_is_replaced(stranger: GrammarCompiler) -> None:
     stranger.check(StructuredOutput(regex="x+"))
-    process = stranger._process._process._process
+    process = stranger._process._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
