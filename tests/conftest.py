@@ -80,6 +80,13 @@ def tiny_engine(no_measuring: None, tmp_path_factory: pytest.TempPathFactory) ->
     return build_once(tmp_path_factory, "tiny", build)
 
 
+@pytest.fixture(scope="session")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    """The packaged pair, open for all tests of a process; patches of it are taken back."""
+    with LLM(tiny_engine) as llm:
+        yield llm
+
+
 # The TensorRT engine on pretended machines; see fake_trt_engine.py.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -220,6 +221,15 @@ def test_bodies_alone_and_lines_of_batch_files(tmp_path: Path) -> None:
     ]
     assert json.loads(found[0].body) == whole["body"]
     assert "custom_id" not in json.loads(found[1].body)
+
+
+def test_a_run_in_a_notebook_whose_event_loop_runs(tiny_engine: Path, tmp_path: Path) -> None:
+    source = written(tmp_path, {"prompt": "x", "max_tokens": 2})
+
+    async def cell() -> OfflineResult:
+        return map_prompts(tiny_engine, source, tmp_path / "out.jsonl")
+
+    assert asyncio.run(cell()) == OfflineResult(1, 0, 2, 0)
 
 
 def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:

@@ -42,13 +42,7 @@ def vllm(prompt: str = PROMPT, *, stream: bool = False, **sampling: Any) -> dict
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as reference:
-        yield reference
-
-
-@pytest.fixture(scope="module")
-def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+def instance(llm: LLM, tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     repository, before = tmp_path_factory.mktemp("models"), set(threading.enumerate())
     with loaded(export_triton(tiny_engine, repository, "m", max_queue=0, link=True)) as running:
         yield running

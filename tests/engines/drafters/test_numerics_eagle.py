@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TARGET_DIMS, eagle_weights, make_eagle, make_target
+from checkpoints import TARGET_DIMS, drafter_weights, make_eagle, make_target
 from eagle_truth import Eagle3
 from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close
@@ -83,7 +83,7 @@ def slots_of(path: Path, build: Build, *, tied: bool = True, longest: int = 512,
     assert dims.own_head == shape.get("own_head", True)
     truth = Truth(target, dims.tap_layers)
     tables = truth.model.model.embed_tokens, truth.model.lm_head
-    plain = Eagle3(dims, eagle_weights(dims, 1), *(table.weight.detach() for table in tables))
+    plain = Eagle3(dims, drafter_weights(dims, 1), *(table.weight.detach() for table in tables))
     return [Slot(engine, n, truth, plain) for n in range(2)]
 
 
