@@ -20,7 +20,7 @@ from plugin_libraries import BUILD, ROOT, emulated_kernels, glue, lean_python, t
 
 from ddtree_trt import plugins
 from ddtree_trt.errors import MissingDependency
-from ddtree_trt.plugins import library, operators
+from ddtree_trt.plugins import library
 
 SOURCES = ROOT / "cpp_plugins"
 
@@ -103,13 +103,6 @@ def test_every_kernel_is_in_the_list_all_builds_read() -> None:
     assert (kernels / "sources.txt").read_text().split() == sorted(path.name for path in kernels.glob("*.cu"))
     readers = ["CMakeLists.txt", "tests/gpu_build.sh"]
     assert all("kernels/sources.txt" in (SOURCES / reader).read_text() for reader in readers)
-
-
-def test_torch_operators_are_those_listed() -> None:
-    source = (SOURCES / "torch" / "ops.cpp").read_text()
-    defined = re.findall(r"m\.def\(((?:\s*\"[^\"]*\")+)\);", source)
-    assert tuple("".join(re.findall(r'"([^"]*)"', text)) for text in defined) == operators.SCHEMAS
-    assert tuple(re.findall(r"m\.impl\(\"(\w+)\", (?:\1)\);", source)) == operators.OPERATORS
 
 
 # Libraries as they are loaded: on emulated kernels, and the built ones
