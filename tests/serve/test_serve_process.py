@@ -203,6 +203,7 @@ def test_a_crowd_of_clients(tiny_engine: Path, tmp_path: Path) -> None:
     report = soak.run(str(engine), concurrency=48, seconds=2, prompts=8)
     assert report.failures() == []
     assert report.tokens > 0 and set(report.requests) == set(soak.KINDS)
+    assert json.loads(report.to_json())["requests"] == report.requests
     assert report.most_running <= 8
 
 
