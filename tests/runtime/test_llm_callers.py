@@ -20,6 +20,7 @@ from pacing import WAIT_S, complete
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.engines.onnxruntime.network import _Binding
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -236,6 +237,24 @@ def test_an_interrupt_anywhere_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest
                     list(llm.stream(PROMPT, LONG))
         assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
         assert llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids == expected
+
+
+def test_an_interrupt_in_a_slots_first_pass_leaves_it_usable(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = _Binding.cache, itertools.count()
+
+    def cache(binding: _Binding, *args: Any) -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        real(binding, *args)
+
+    with LLM(tiny_engine) as llm:
+        prompts = [PROMPT] * llm.core.scheduler.slots
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_Binding, "cache", cache)
+            llm.generate(prompts, SHORT)
+        assert len({tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, SHORT)}) == 1
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])

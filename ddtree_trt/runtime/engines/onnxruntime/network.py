@@ -139,9 +139,10 @@ class OrtNetwork:
         """The slot's binding with its caches bound; made once, since rebinding every layer is slow."""
         binding = self._bindings.get(slot)
         if binding is None:
-            binding = self._bindings[slot] = _Binding(self.session)
+            binding = _Binding(self.session)
             for past, present, buffer in zip(self._past, self._present, self.cache.buffers, strict=True):
                 binding.cache(past, present, buffer[slot : slot + 1])
+            self._bindings[slot] = binding  # kept when it is whole: an interrupt may come before
         return binding
 
     def run(self, slot: int, tokens: int, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]]) -> None:
