@@ -70,6 +70,7 @@ class Machine:
         tensorrt = self.fake or self.recorded
         assert tensorrt is not None
         self.module = tensorrt.module
+        folder.mkdir()
         self.plugins = folder / library.PLUGINS
         if plugins:
             self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
