@@ -68,22 +68,6 @@ def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, t
 # Running
 
 
-def test_what_a_failing_step_leaves_is_cancelled() -> None:
-    engine = make_engine(1)
-    core = make_core(engine)
-
-    def interrupt(verb: str, slots: tuple[int, ...]) -> None:
-        if verb == "verify":
-            raise KeyboardInterrupt
-
-    engine.fail = interrupt
-    requests = [core.maker.make(PROMPT, SamplingParams(max_tokens=6)) for _ in range(3)]
-    with pytest.raises(KeyboardInterrupt):
-        core.run(requests)
-    assert all(request.finished for request in requests)
-    assert core.scheduler.free_slots == 1 and not core.scheduler.busy
-
-
 def test_a_request_cancelled_before_it_is_added_never_runs() -> None:
     engine = make_engine()
     core = make_core(engine)

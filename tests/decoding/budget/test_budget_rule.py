@@ -15,6 +15,7 @@ from profiles import CHAINS, CPU, GPU, SLOW_CPU, make_budgets, make_profile
 from scripted import ScriptedEngine, completion, finish
 from scripted_models import Good, MarkovTarget
 
+from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
@@ -26,7 +27,6 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     Budget,
     Calibration,
     FixedBudget,
-    Proposes,
     RoundPlan,
     SlotInput,
 )
@@ -306,7 +306,7 @@ def test_a_draft_that_a_constraint_empties_is_paid() -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from(["block", "tokens", "levels"]))
-def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Proposes) -> None:
+def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -> None:
     rng = np.random.default_rng(seed)
     shared = make_budgets(MANY, 15, 15, proposes)
     budgets = [AutoBudget(shared) for _ in range(7)]

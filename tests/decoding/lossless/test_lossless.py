@@ -214,7 +214,7 @@ def test_an_automatic_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatc
     assert unconfirmed and all(path == [0] for path in unconfirmed)
 
 
-def test_chains_leave_nothing_to_foresee() -> None:
+def test_chains_leave_nothing_to_look_ahead_at() -> None:
     target = MarkovTarget(vocab_size=V, seed=1)
     for method in ("ar", "dflash", "dflash-sample"):
         made = InPlaceEngine(target, Good(target))
