@@ -72,6 +72,14 @@ def test_streams_side_by_side_say_what_generate_says(llm: LLM, chats: list[Any])
         assert [p.finished for p in found] == [False] * (len(found) - 1) + [True]
 
 
+def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
+    stream = llm.stream(chats[0], SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots - 1
+    stream.close()
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(403, marks=pytest.mark.slow)])
 def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Path, count: int) -> None:
     """Prompts that go on from, cut short or fork what some slot holds, by any method."""
