@@ -81,6 +81,11 @@ class Shown(reprlib.Repr):
 shown = Shown()  # a caller's value for an error message
 
 
+def told(error: BaseException) -> str:
+    """An error's type and the first line of its text."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def install_with(extra: str = "") -> str:
     """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree;
     editable, because Python there meets the sources first, and only so they find the native module.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from command_line import Cli, in_this_process
 from hypothesis import HealthCheck, settings
 from sharing import build_once, free_bytes, worker_count
 
@@ -78,6 +79,20 @@ def tiny_engine(no_measuring: None, tmp_path_factory: pytest.TempPathFactory) ->
         measure(directory, lambda stage, done, total: None)
 
     return build_once(tmp_path_factory, "tiny", build)
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in this process. What a call writes counts, whoever writes it: libraries, too, which know
+    nothing of sys.stderr."""
+    return in_this_process(capfd)
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    """The packaged pair, open for all tests of a process; patches of it are taken back."""
+    with LLM(tiny_engine) as llm:
+        yield llm
 
 
 # The TensorRT engine on pretended machines; see fake_trt_engine.py.

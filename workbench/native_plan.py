@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
@@ -27,9 +26,9 @@ from onnx import ModelProto
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, mend_attentions
-from ddtree_trt.build.backends.tensorrt.plans import drafter_sizes, profile, target_sizes
-from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, NativeGraph
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+from ddtree_trt.build.backends.tensorrt.plans import attention_check, drafter_sizes, profile, target_sizes
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
@@ -69,9 +68,7 @@ def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
     trt = import_tensorrt(rtx=True)
     builder = EngineBuilder(trt, f"TensorRT for RTX {trt.__version__}", no_progress, gpus=[*KINDS])
     sizes = drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS)
-    attentions = [node.name for node in model.graph.node if node.op_type == ATTENTION]
-    plan = path.with_suffix(".plan")
-    finish = partial(mend_attentions, name=path.stem, attentions=attentions)
+    plan, finish = path.with_suffix(".plan"), attention_check("native", path.stem, model)
     builder.build(path.stem, path, plan, profile(model.graph.input, sizes), finish)
     return plan.stat().st_size
 

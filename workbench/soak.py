@@ -17,7 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -73,6 +73,9 @@ class Report:
         """Median resident bytes of the run's second and last quarters."""
         quarter = max(1, len(self.rss) // 4)
         return median(self.rss[quarter : 2 * quarter] or self.rss), median(self.rss[-quarter:])
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "rss": None, "rss_bytes": self.memory(), "failures": self.failures()})
 
     def failures(self) -> list[str]:
         """A sentence for each failure; empty when there was none."""
@@ -176,6 +179,5 @@ def run(engine: str, concurrency: int, seconds: float, *, prompts: int = 24, see
 
 def main(engine: str, concurrency: int = 200, seconds: float = 120, seed: int = 0) -> None:
     report = run(engine, concurrency, seconds, seed=seed)
-    figures = {"rss_bytes": report.memory(), "failures": report.failures()}
-    print(json.dumps({**asdict(report), **figures, "rss": None}))
+    print(report.to_json())
     raise SystemExit(bool(report.failures()))

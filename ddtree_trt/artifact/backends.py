@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -56,7 +56,6 @@ class Backend:
         return self.releases is None or self.releases[0] <= numbers < self.releases[1]
 
 
-_TENSORRT_FILES = (files.TARGET_PLAN, files.DRAFTER_PLAN, files.COMPACTION_PLAN, files.SHARED_WEIGHTS)
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     title="ONNX Runtime",
@@ -89,7 +88,7 @@ TENSORRT = Backend(
     place="GPU",
     precisions=("bf16", "fp16", "fp32"),
     builds=("bf16", "fp16"),
-    files=_TENSORRT_FILES,
+    files=(files.TARGET_PLAN, files.DRAFTER_PLAN, files.COMPACTION_PLAN, files.SHARED_WEIGHTS),
     builder="ddtree_trt.build.backends.tensorrt.backend:TensorRtBuild",
     engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
     half="tensorrt",
@@ -100,24 +99,18 @@ TENSORRT = Backend(
     attentions=("plugin", "native"),
     experts=False,
 )
-TENSORRT_RTX = Backend(
+TENSORRT_RTX = replace(
+    TENSORRT,
     name="tensorrt-rtx",
     title="TensorRT for RTX",
-    place="GPU",
     precisions=("bf16", "fp16"),
-    builds=("bf16", "fp16"),
-    files=_TENSORRT_FILES,
     builder="ddtree_trt.build.backends.tensorrt.backend:RtxBuild",
-    engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
-    half="tensorrt",
     extra="tensorrt-rtx",
     modules=("tensorrt_rtx", "cuda.bindings.runtime"),
     releases=((1, 7), (2, 0)),
-    plans=True,
     portable=True,
     sms=(80, 86, 89, 120, 121),
     attentions=("native",),
-    experts=False,
 )
 BACKENDS: Mapping[str, Backend] = {b.name: b for b in (ONNXRUNTIME, TORCH, TENSORRT, TENSORRT_RTX)}
 BEST_ON_GPUS = (TENSORRT, TENSORRT_RTX, TORCH)

@@ -42,7 +42,8 @@ def check_arguments(tokenizer: Any, known: set[str] | None, arguments: Mapping[s
     """Raises UsageError for an argument that is not among the `known` variables of the tokenizer's chat template, or
     that every request sets itself. None for `known`: there is no template. `given_as` is for messages: `OPTION` or
     `KEYWORD`."""
-    own = _own_arguments(tokenizer)
+    # What every request passes to the template, and the parameters of transformers' function for it.
+    own = {"messages", *tokenizer.special_tokens_map, *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in arguments:
         spelled = name if isinstance(name, str) and name.isidentifier() and len(name) <= 100 else shown(name)
         if name in own:
@@ -64,11 +65,6 @@ def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str |
         "note: chats run in the template's own mode, which is thinking in Qwen3's; published DFlash drafters are "
         f"trained without: {OPTION} {THINKING}=false"
     )
-
-
-def _own_arguments(tokenizer: Any) -> set[str]:
-    """Names that every request passes to the template, and the parameters of transformers' function for it."""
-    return {"messages", *tokenizer.special_tokens_map, *inspect.signature(tokenizer.apply_chat_template).parameters}
 
 
 def template_variables(tokenizer: Any, source: Source) -> set[str] | None:

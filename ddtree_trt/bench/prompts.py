@@ -65,19 +65,17 @@ def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
         row = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
-    given = {
-        k: row[k] for k in ("prompt", "turns", "messages", "text", "token_ids") if isinstance(row, dict) and k in row
-    }
-    match given:
-        case {"prompt": str(text)} if len(given) == 1 and text:
+    kinds = ("prompt", "turns", "messages", "text", "token_ids") if isinstance(row, dict) else ()
+    match [(kind, row[kind]) for kind in kinds if kind in row]:
+        case [("prompt", str(text))] if text:
             return [{"role": "user", "content": text}], ()
-        case {"text": str(text)} if len(given) == 1 and text:
+        case [("text", str(text))] if text:
             return text, ()
-        case {"turns": [str(first), *rest]} if len(given) == 1 and all(isinstance(turn, str) for turn in rest):
+        case [("turns", [str(first), *rest])] if all(isinstance(turn, str) for turn in rest):
             return [{"role": "user", "content": first}], tuple(rest)
-        case {"token_ids": [int(), *_] as ids} if len(given) == 1 and all(type(token) is int for token in ids):
+        case [("token_ids", [_, *_] as ids)] if all(type(token) is int for token in ids):
             return ids, ()
-        case {"messages": [_, *_] as chat} if len(given) == 1 and all(_is_message(message) for message in chat):
+        case [("messages", [_, *_] as chat)] if all(map(_is_message, chat)):
             return [{"role": message["role"], "content": message["content"]} for message in chat], ()
     raise UsageError(f"{where}: expected an object with {_SCHEMA}; found {line[:80]}")
 

@@ -105,7 +105,8 @@ def compile_engine(
     with atomic_directory(destination, force=request.force) as directory:
         copy_tokenizer(tokenizer, target.path, target.stop_token_ids, directory)
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
-        variables = template_variables(loaded, _tokenizer_source(tokenizer))
+        read_from = JsonSource(str(tokenizer), CheckpointError, "fetch the tokenizer again")
+        variables = template_variables(loaded, read_from)
         check_arguments(loaded, variables, request.chat_template_args, OPTION)
         # A drafter that reads the target's states was trained on prompts of one format.
         if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
@@ -136,14 +137,10 @@ def compile_engine(
             build_seconds=round(time.monotonic() - started, 3),
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
-        _write_manifest(directory, manifest)
+        text = manifest.to_json()
+        parse_manifest(text, artifact.MANIFEST)  # what is written can be read
+        (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
     return manifest
-
-
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    text = manifest.to_json()
-    parse_manifest(text, artifact.MANIFEST)  # what is written can be read
-    (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -182,10 +179,6 @@ def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bo
         notice(reason)
     limits = _limits(request, preset.limits if preset else Limits(), pair, build, precision)
     return Resolved(preset, (target, drafter), pair, build, precision, limits)
-
-
-def _tokenizer_source(tokenizer: Path) -> JsonSource:
-    return JsonSource(str(tokenizer), CheckpointError, "fetch the tokenizer again")
 
 
 def _preset(request: BuildRequest) -> Preset | None:

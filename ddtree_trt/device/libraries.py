@@ -22,7 +22,7 @@ def import_package(module: str, refusal: str | None = None, extra: str = TENSORR
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a package whose shared libraries are absent
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         refusal = refusal or f"the {extra} backend cannot import {module}"
         raise MissingDependency(f"{refusal} ({reason}); {install_with(extra)}") from error
 

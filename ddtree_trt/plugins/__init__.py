@@ -1,7 +1,7 @@
 """The interface of the TensorRT plugins as data: names, tensor positions, attributes and the ABI.
 
 `build` writes nodes with these, the runtime binds their tensors, and `cpp_plugins/` implements them with the same
-numbers; `ABI` changes with them. `library.py` finds the native libraries, `operators.py` lists the torch operators.
+numbers; `ABI` changes with them. `library.py` finds the native libraries.
 
 N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words.
 """

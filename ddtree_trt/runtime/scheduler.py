@@ -96,7 +96,7 @@ class Scheduler:
             running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
             for group in [running] if self.engine.batches else [[s] for s in running]:
                 if group:
-                    advanced += self._guard(group, self._round)
+                    advanced += self._guard(group, lambda s: decode_round(self.engine, s, self.clock))
         self._sweep()
         return advanced
 
@@ -173,9 +173,6 @@ class Scheduler:
                 self.running.append(s)
                 logits = verdict.logits[-1]
                 s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)
-
-    def _round(self, sequences: list[Sequence]) -> None:
-        decode_round(self.engine, sequences, self.clock)
 
     def _sweep(self) -> None:
         """Take finished sequences out of every queue and free their slots, which keep their caches."""

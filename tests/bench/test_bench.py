@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Cli, in_this_process
+from command_line import Cli
 from engine_builds import PACKAGED, build_torch_engine
 
 from ddtree_trt.bench import report
@@ -24,11 +24,6 @@ from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError, install_with
 
 SETTINGS = BenchSettings("engine", budgets=("auto", 4), limit=2, max_tokens=12)
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return in_this_process(capsys)
 
 
 # What is run

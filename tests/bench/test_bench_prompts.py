@@ -47,40 +47,23 @@ def write(path: Path, rows: Sequence[object]) -> Path:
 
 def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    rows = [
-        {"prompt": "Hello", "domain": "ignored"},
-        {"turns": ["One", "Two", "Three"]},
-        {"messages": chat},
-        {"text": "Once upon"},
-        {"token_ids": [5, 6]},
+    cases: list[tuple[dict[str, object], object, tuple[str, ...]]] = [
+        ({"prompt": "Hello", "domain": "ignored"}, [{"role": "user", "content": "Hello"}], ()),
+        ({"turns": ["One", "Two", "Three"]}, [{"role": "user", "content": "One"}], ("Two", "Three")),
+        ({"messages": chat}, chat, ()),
+        ({"text": "Once upon"}, "Once upon", ()),
+        ({"token_ids": [5, 6]}, [5, 6], ()),
     ]
-    prompts = load_prompts([str(write(tmp_path / "mine.jsonl", rows))])
+    prompts = load_prompts([str(write(tmp_path / "mine.jsonl", [row for row, *_ in cases]))])
     assert [p.id for p in prompts] == [f"mine/{i}" for i in range(5)]
-    assert [p.opening for p in prompts] == [
-        [{"role": "user", "content": "Hello"}],
-        [{"role": "user", "content": "One"}],
-        chat,
-        "Once upon",
-        [5, 6],
-    ]
-    assert [p.follow_ups for p in prompts] == [(), ("Two", "Three"), (), (), ()]
+    assert [(p.opening, p.follow_ups) for p in prompts] == [(opening, later) for _, opening, later in cases]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"prompt": "a", "text": "b"}',
-        '{"prompt": 3}',
-        '{"prompt": ""}',
-        '{"turns": []}',
-        '{"turns": ["a", 1]}',
-        '{"messages": [{"role": "user"}]}',
-        '{"token_ids": [true]}',
-    ],
-)
+NO_PROMPTS = ["{", "[]", "{}", '{"prompt": "a", "text": "b"}', '{"prompt": 3}', '{"prompt": ""}', '{"turns": []}']
+NO_PROMPTS += ['{"turns": ["a", 1]}', '{"messages": [{"role": "user"}]}', '{"token_ids": [true]}']
+
+
+@pytest.mark.parametrize("line", NO_PROMPTS)
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")
@@ -151,14 +134,15 @@ def test_a_parquet_copy_is_read(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
-    copy = write(tmp_path / "copy.jsonl", [{"text": "?"}])
-    with pytest.raises(UsageError, match="is not gsm8k: it has no column 'question'"):
-        load_turns("gsm8k", copy)
-    copy.write_text("{")
-    with pytest.raises(UsageError, match="cannot read"):
-        load_turns("gsm8k", copy)
-    with pytest.raises(UsageError, match="no dataset file"):
-        load_turns("gsm8k", tmp_path / "absent.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{")
+    write(tmp_path / "other.jsonl", [{"text": "?"}])
+    for name, message in (
+        ("other", "is not gsm8k: it has no column 'question'"),
+        ("broken", "cannot read"),
+        ("absent", "no dataset file"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_turns("gsm8k", tmp_path / f"{name}.jsonl")
 
 
 def test_without_the_datasets_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import in_this_process
+from command_line import Cli
 from engine_files import vouch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,14 +133,12 @@ def test_what_cannot_be_checked_is_refused(tiny_engine: Path) -> None:
         check_engine(settings(tiny_engine, max_tokens=100_000))
 
 
-def test_the_command_ends_with_the_verdict(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_the_verdict(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     quick = ("check", tiny_engine, "--limit", 1, "--max-tokens", 64, "--seeds", 0)
-    code, out, _ = in_this_process(capsys)(*quick)
+    code, out, _ = cli(*quick)
     assert code == 0 and out.endswith("passed\n")
     monkeypatch.setattr("ddtree_trt.check.findings.GreedyFinding.passed", False)
-    code, out, _ = in_this_process(capsys)(*quick, "--json")
+    code, out, _ = cli(*quick, "--json")
     assert code == 1 and json.loads(out)["passed"] is False
 
 

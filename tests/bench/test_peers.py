@@ -26,7 +26,7 @@ from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.models.families import LLAMA
 from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, RECORD, export_pair
 from workbench.__main__ import main as workbench_main
-from workbench.peers import PEERS, compare, open_peer
+from workbench.peers import compare, open_peer
 from workbench.peers.base import PeerContext, TokenClock
 
 GREEDY = Request(max_tokens=8, temperature=0.0, seed=3, stop_token_ids=(1,))
@@ -82,22 +82,20 @@ def test_a_peer_runs_the_engines_checkpoints_and_no_others(tiny_engine: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("spec", "module", "how"),
+    ("spec", "file", "package", "how"),
     [
-        ("tensorrt-llm", "tensorrt_llm", r".\[trtllm\]"),
-        ("openai=http://localhost", "openai", "pip install openai"),
-        ("llama-cpp=a.gguf", "llama_cpp", r".\[peers\]"),
+        ("tensorrt-llm", "trtllm", "tensorrt_llm", r".\[trtllm\]"),
+        ("openai=http://localhost", "server", "openai", "pip install openai"),
+        ("llama-cpp=a.gguf", "llamacpp", "llama_cpp", r".\[peers\]"),
     ],
 )
 def test_what_is_not_installed_is_named(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, spec: str, module: str, how: str
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, spec: str, file: str, package: str, how: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(
-        sys.modules, f"workbench.peers.{PEERS[spec.partition('=')[0]][1].partition(':')[0]}", raising=False
-    )
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"workbench.peers.{file}", raising=False)
     monkeypatch.setattr(sys, "argv", ["workbench", "peers", str(tiny_engine), "--peer", spec])
-    with pytest.raises(SystemExit, match=f"this needs the Python package {module}; .*{how}"):
+    with pytest.raises(SystemExit, match=f"this needs the Python package {package}; .*{how}"):
         workbench_main()
 
 
@@ -169,7 +167,7 @@ def test_tensorrt_llm_runs_both_methods_cold(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (RECORD, None, "cannot be read as an export .* write it again with: ddtree-trt export-trtllm"),
+        (RECORD, "", "cannot be read as an export .* write it again with: ddtree-trt export-trtllm"),
         (RECORD, "{}", "cannot be read as an export"),
         (RECORD, '{"model": "m", "target": "0", "drafter": "0"}', "of another pair than that of the engine 'tiny'"),
         (CONFIG, "a: [1", "cannot be read as an export"),
@@ -177,17 +175,11 @@ def test_tensorrt_llm_runs_both_methods_cold(
     ],
 )
 def test_an_export_that_is_none_is_refused(
-    tiny_engine: Path,
-    tmp_path: Path,
-    tensorrt_llm: list[dict[str, Any]],
-    name: str,
-    content: str | None,
-    message: str,
+    tiny_engine: Path, tmp_path: Path, tensorrt_llm: list[Any], name: str, content: str, message: str
 ) -> None:
     export_pair(tiny_engine, tmp_path / "out", checkpoint=None, drafter=None)
-    if content is None:
-        (tmp_path / "out" / name).unlink()
-    else:
+    (tmp_path / "out" / name).unlink()
+    if content:
         (tmp_path / "out" / name).write_text(content)
     with pytest.raises(UsageError, match=message) as error:
         open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))

@@ -1,4 +1,4 @@
-"""A pair of checkpoints, the command line, and an engine that a fault must leave as it was."""
+"""A pair of checkpoints, and an engine that a fault must leave as it was."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 from build_faults import OldEngine
 from checkpoints import make_pair
-from command_line import Cli, in_this_process
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return in_this_process(capsys)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -14,7 +15,6 @@ import pexpect
 import pytest
 from pacing import WAIT_S
 
-from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
@@ -31,11 +31,10 @@ Converse = Callable[..., Said]
 
 
 @pytest.fixture(scope="module")
-def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(small_engine: Path) -> Iterator[LLM]:
     """The tiny pair with a short context."""
-    output = tmp_path_factory.mktemp("small") / "engine"
-    compile_engine(BuildRequest(target="tiny", max_seq_len=CONTEXT, output=output))
-    return output
+    with LLM(small_engine) as llm:
+        yield llm
 
 
 @pytest.fixture
@@ -68,32 +67,24 @@ def converse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return run
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
-
-
 @pytest.mark.parametrize("method", ["ddtree", "ar"])
 @pytest.mark.parametrize("passes", [2, 5])
 def test_ctrl_c_ends_the_answer_alone(
     llm: LLM, converse: Converse, monkeypatch: pytest.MonkeyPatch, method: str, passes: int
 ) -> None:
     """What was written stays in the conversation, and later answers are those of an engine that nobody interrupted."""
-    verify, count = llm.engine.verify, 0
+    verify, count = llm.engine.verify, itertools.count(1)
 
     def interrupting(requests: Any) -> Any:
-        nonlocal count
-        count += 1
         result = verify(requests)
-        if count == passes:
+        if next(count) == passes:
             signal.raise_signal(signal.SIGINT)
         return result
 
     monkeypatch.setattr(llm.engine, "verify", interrupting)
     params = SamplingParams(method=method, max_tokens=100)
     out, err, prompts = converse(llm, QUESTION, SECOND, "/reset", QUESTION, params=params)
-    assert err == "" and count > passes
+    assert err == "" and next(count) > passes + 1
     written, figures = out.split("\n", 1)[1].split("\n[", 1)
     assert re.match(r"\d+ tokens · stopped · ", figures)
     assert ANSWER not in written and written.strip() in prompts[1] and QUESTION in prompts[1]
@@ -103,12 +94,10 @@ def test_ctrl_c_ends_the_answer_alone(
 def test_ctrl_c_before_the_answer_begins_forgets_the_question(
     llm: LLM, converse: Converse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    render, calls = llm.codec.render, 0
+    render, first = llm.codec.render, iter([True])
 
     def interrupted(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
+        if next(first, False):
             signal.raise_signal(signal.SIGINT)
         return render(*arguments)
 
@@ -118,10 +107,9 @@ def test_ctrl_c_before_the_answer_begins_forgets_the_question(
     assert len(prompts) == 1 and SECOND not in prompts[0]
 
 
-def test_a_full_context_drops_the_oldest_turns(small_engine: Path, converse: Converse) -> None:
+def test_a_full_context_drops_the_oldest_turns(small: LLM, converse: Converse) -> None:
     questions = [f"There are {n} drawers, each with 32 cards. How many cards are there?" for n in range(2, 14)]
-    with LLM(small_engine) as llm:
-        out, err, prompts = converse(llm, *questions, "/reset", *questions)
+    out, err, prompts = converse(small, *questions, "/reset", *questions)
     assert out.count("Answer: ") == 24
     assert err.count(f"fills the context of {CONTEXT} tokens; its oldest turns are left out") == 2 == err.count("\n")
     assert "/reset" in err
@@ -134,18 +122,16 @@ def test_a_full_context_drops_the_oldest_turns(small_engine: Path, converse: Con
         assert [q for _, q in found] == questions[last + 1 - number : last + 1]
 
 
-def test_a_message_too_long_forgets_nothing(small_engine: Path, converse: Converse) -> None:
-    with LLM(small_engine) as llm:
-        _, err, prompts = converse(llm, QUESTION, "word " * CONTEXT, SECOND)
+def test_a_message_too_long_forgets_nothing(small: LLM, converse: Converse) -> None:
+    _, err, prompts = converse(small, QUESTION, "word " * CONTEXT, SECOND)
     assert err.startswith("error: the prompt has ") and err.count("\n") == 1
     assert QUESTION in prompts[-1] and SECOND in prompts[-1]
 
 
-def test_the_footer_says_what_cut_an_answer(small_engine: Path, converse: Converse) -> None:
-    with LLM(small_engine) as llm:
-        few = converse(llm, QUESTION, params=SamplingParams(max_tokens=4))[0]
-        many = converse(llm, QUESTION, params=SamplingParams(max_tokens=100_000, ignore_eos=True))[0]
-        whole = converse(llm, QUESTION)[0]
+def test_the_footer_says_what_cut_an_answer(small: LLM, converse: Converse) -> None:
+    few = converse(small, QUESTION, params=SamplingParams(max_tokens=4))[0]
+    many = converse(small, QUESTION, params=SamplingParams(max_tokens=100_000, ignore_eos=True))[0]
+    whole = converse(small, QUESTION)[0]
     assert "[4 tokens · cut by the limit --max-tokens · " in few
     assert f"tokens · cut at the end of the context of {CONTEXT} tokens · " in many
     assert "cut" not in whole and ANSWER in whole
@@ -222,26 +208,19 @@ def terminal(tiny_engine: Path) -> Iterator[pexpect.spawn]:
 
 
 def test_keys_of_a_chat(terminal: pexpect.spawn) -> None:
-    terminal.send(f"{QUESTION}\r")
-    terminal.expect("First the tens")  # of the answer
-    terminal.send("\x03")
-    terminal.expect(r"\[\d+ tokens · stopped · ")
-    terminal.expect(READS)
-    terminal.send("dropped\x03")
-    terminal.expect(READS)
-    terminal.send("/stats\r")
-    terminal.expect("answers +1, of ")
-    terminal.expect(READS)
-    terminal.send("\x1b[A\r")  # the arrow up
-    terminal.expect("answers +1, of ")
-    terminal.expect(READS)
-    terminal.send("\x1b[200~/system one\ntwo\x1b[201~")  # as terminals send what is pasted
-    terminal.expect("two")
-    terminal.send("\r")
-    terminal.expect("system message: one\r\ntwo")
-    terminal.expect(READS)
-    terminal.send("\x04")
-    terminal.expect(pexpect.EOF)
+    keys = [  # what is sent, and what is then written
+        (f"{QUESTION}\r", "First the tens"),  # of the answer
+        ("\x03", r"\[\d+ tokens · stopped · .*?" + READS),
+        ("dropped\x03", READS),
+        ("/stats\r", "answers +1, of .*?" + READS),
+        ("\x1b[A\r", "answers +1, of .*?" + READS),  # the arrow up
+        ("\x1b[200~/system one\ntwo\x1b[201~", "two"),  # as terminals send what is pasted
+        ("\r", "system message: one\r\ntwo.*?" + READS),
+        ("\x04", pexpect.EOF),
+    ]
+    for sent, written in keys:
+        terminal.send(sent)
+        terminal.expect(written)
     terminal.wait()
     assert terminal.exitstatus == 0
 

@@ -6,6 +6,10 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +18,7 @@ import jsonschema
 import numpy as np
 import pytest
 from command_line import Cli
+from pacing import WAIT_S
 from rich.console import Console
 
 from ddtree_trt.runtime.decoding.budget.policy import Decision
@@ -189,3 +194,36 @@ def test_constraints_that_are_refused(text: Any, tmp_path: Path) -> None:
     for compared in ([], ["--compare"]):
         late = text("--regex", "[0-9]{12}(a{1000}){1000}", *compared)
         assert late.startswith("error: structured: the output could not be matched") and "max_lexer_states" in late
+
+
+# Ctrl-C
+
+# A background process begins with SIGINT ignored, hence the first handler.
+COMMAND = [
+    *(sys.executable, "-c"),
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from ddtree_trt.__main__ import main; main()",
+]
+
+
+@pytest.mark.parametrize("name", ["run", "build"])
+def test_ctrl_c_is_silent_and_leaves_nothing(tiny_engine: Path, tmp_path: Path, name: str) -> None:
+    """While `run` writes its answer, and while `build` writes its files."""
+    words = {
+        "run": ["run", str(tiny_engine), *"--prompt x --max-tokens 1900 --ignore-eos --method ar".split()],
+        "build": ["build", "--target", "tiny", "--backend", "onnxruntime", "--output", str(tmp_path / "engine")],
+    }
+    profile = (tiny_engine / "profile.json").read_text()
+    with subprocess.Popen([*COMMAND, *words[name]], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if name == "run":
+            process.stdout.read(1)
+        else:
+            while not list(tmp_path.glob(".engine.tmp-*/weights.bin")):
+                assert process.poll() is None
+                time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (130, b"")
+    assert list(tmp_path.iterdir()) == []
+    assert (tiny_engine / "profile.json").read_text() == profile

@@ -34,14 +34,6 @@ def build(path: Path, **drafter: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smaller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The drafter is another network: one layer, another width, untied."""
-    shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
-    with LLM(build(tmp_path_factory.mktemp("smaller"), **shape)) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def same_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The drafter is the target itself: what it drafts greedily is always right."""
     return build(tmp_path_factory.mktemp("same"))
@@ -55,33 +47,31 @@ def same(same_engine: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The drafter is another random network, whose tokens are hardly ever the target's."""
+    """The drafter is another network, untied and of another shape, whose tokens are hardly ever the target's."""
     shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
     return build(tmp_path_factory.mktemp("unlike"), **shape)
+
+
+@pytest.fixture(scope="module")
+def smaller(unlike: Path) -> Iterator[LLM]:
+    with LLM(unlike) as llm:
+        yield llm
 
 
 def prompts(count: int, size: int = 6) -> list[list[int]]:
     return np.random.default_rng(size).integers(2, TARGET_DIMS.vocab_size, (count, size)).tolist()
 
 
-def test_a_perfect_drafter_is_always_accepted(same: LLM) -> None:
-    """Its cache must follow the target's through full acceptance, where the last drafted token was never fed to it."""
-    params = SamplingParams(method="draft-model", tree_budget=4, max_tokens=61, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("budget", "rounds", "options"), [(4, 12, {}), (18, 3, {}), (4, 12, {"temperature": 1, "top_k": 20, "seed": 1})]
+)
+def test_a_perfect_drafter_is_always_accepted(same: LLM, budget: int, rounds: int, options: dict[str, Any]) -> None:
+    """Its cache must follow the target's through full acceptance, where the last drafted token was never fed to it. A
+    chain that is drafted token by token has no other end than its budget."""
+    most = 1 + rounds * (1 + budget)
+    params = SamplingParams(method="draft-model", tree_budget=budget, max_tokens=most, ignore_eos=True, **options)
     (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [5] * 12
-
-
-def test_a_chain_may_be_longer_than_an_automatic_one(same: LLM) -> None:
-    """A chain that is drafted token by token has no other end than its budget."""
-    params = SamplingParams(tree_budget=18, max_tokens=58, ignore_eos=True)
-    (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [19] * 3
-
-
-def test_a_perfect_drafter_is_kept_at_temperature_1(same: LLM) -> None:
-    params = SamplingParams(tree_budget=4, temperature=1, top_k=20, seed=1, max_tokens=61, ignore_eos=True)
-    (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [5] * 12
+    assert output.metrics.acceptance_lengths == [1 + budget] * rounds
 
 
 def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from ddtree_trt.runtime.params import SamplingParams
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ddtree_reference.json").read_text(encoding="utf-8"))
 PAIR = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
 REGENERATE = "\n  ".join(GOLDEN["regenerate"])
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
 
 
 @pytest.fixture(autouse=True)

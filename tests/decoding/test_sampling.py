@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
-from truth import FALSE_ALARM, chi_square, distribution
+from truth import distribution
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
@@ -31,8 +30,8 @@ OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.0, 2.0]),
-        "top_k": st.integers(0, VOCAB + 2),
-        "top_p": st.floats(0.05, 1),
+        "top_k": st.integers(0, VOCAB + 2) | st.just(1000),
+        "top_p": st.floats(0.05, 1) | st.just(1e-9),
         "min_p": st.floats(0, 1),
         "repetition_penalty": st.floats(0.5, 2),
         "presence_penalty": st.floats(-2, 2),
@@ -65,21 +64,6 @@ def test_distribution_is_the_documented_one(
         smallest = min(found[found > 0].min(), expected[expected > 0].min())
         differing = (found > 0) != (expected > 0)
         assert np.maximum(found, expected)[differing].max() <= smallest * (1 + 1e-4)
-
-
-def test_top_p_keeps_the_first_of_equals() -> None:
-    equal = np.zeros(VOCAB, np.float32)
-    assert sampler(temperature=1, top_p=0.3).distribution(equal).nonzero()[0].tolist() == [0, 1, 2]
-    assert sampler(temperature=1, top_p=1e-9).distribution(equal).nonzero()[0].tolist() == [0]
-    assert sampler(temperature=1, top_p=0.999).distribution(equal).nonzero()[0].tolist() == list(range(VOCAB))
-
-
-def test_min_p_and_top_k_bounds() -> None:
-    assert sampler(temperature=1, min_p=1).distribution(LOGITS).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
-    assert sampler(temperature=1, top_k=1).distribution(LOGITS).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
-    full = sampler(temperature=1).distribution(LOGITS)
-    assert sampler(temperature=1, top_k=VOCAB).distribution(LOGITS).tolist() == full.tolist()
-    assert sampler(temperature=1, top_k=1000).distribution(LOGITS).tolist() == full.tolist()
 
 
 # Their sums are exact in any order.
@@ -115,41 +99,6 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     p = sampler(temperature=temperature).distribution(LOGITS * 50)
     assert p.sum() == pytest.approx(1)
     assert p.argmax() == 0
-
-
-def choices(tested: Sampler, count: int) -> list[int]:
-    """Tokens of as many positions, each from LOGITS."""
-    chosen = []
-    for _ in range(count):
-        chosen.append(tested.choose(LOGITS))
-        tested.observe(chosen[-1])
-    return chosen
-
-
-@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.8, "temperature": 0.7}], ids=str)
-def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
-    tested = sampler(seed=5, **{"temperature": 1.0, **options})
-    counts = Counter((token,) for token in choices(tested, 20_000))
-    expected = {(t,): p for t, p in enumerate(tested.distribution(LOGITS).tolist()) if p}
-    assert chi_square(counts, expected) > FALSE_ALARM
-
-
-# Seeds
-
-
-def stream(**options: Any) -> list[int]:
-    return choices(sampler(temperature=1.0, **options), 40)
-
-
-def test_a_seed_repeats_and_its_completions_differ() -> None:
-    assert stream(seed=3) == stream(seed=3)
-    assert stream(seed=3) != stream(seed=4)
-    assert stream(seed=3, index=0) != stream(seed=3, index=1)
-    assert stream(seed=2**64 - 1) == stream(seed=2**64 - 1)
-
-
-def test_without_a_seed_requests_are_independent() -> None:
-    assert len({tuple(stream()) for _ in range(20)}) == 20
 
 
 # Drawn drafts
@@ -253,15 +202,6 @@ def test_penalties_follow_the_path() -> None:
     for token in (1, 1, 6):
         tested.observe(token)
     assert tested._processed(LOGITS).tolist() == [2, -3, 0.5, 1.5, 0, -0.5, -0.25, -3]
-
-
-def test_stop_tokens_wait_for_min_tokens() -> None:
-    tested = sampler(stops=(0, 3), min_tokens=2)
-    chosen = []
-    for _ in range(4):
-        chosen.append(tested.choose(LOGITS))
-        tested.observe(chosen[-1])
-    assert chosen == [6, 6, 0, 0]
 
 
 @pytest.mark.parametrize(

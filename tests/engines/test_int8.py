@@ -12,8 +12,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from checkpoints import BY_SWITCHES, make_pair, make_target
-from dflash_truth import DFlash
-from drafts import marginals
 from engine_builds import build_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +33,6 @@ from ddtree_trt.build.graph.rotation import rotate
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.cpu import Cpu
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 from ddtree_trt.runtime.llm import LLM
@@ -234,22 +231,6 @@ def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:
     engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
     follow(engine, Truth(target, engine.manifest.drafting.dims.tap_layers))
     assert min(errors.rows) > 1e-2
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_drafter_is_near_the_one_in_float32(tied: bool, tmp_path: Path) -> None:
-    """Its log-probabilities, of the candidates it names, against the plain statement of DFlash."""
-    target, drafter = make_pair(tmp_path / "pair", tied=tied)
-    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8")
-    truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
-    dflash = DFlash(drafter, engine.manifest.drafting.dims, truth)
-    tokens = np.random.default_rng(1).integers(0, 90, 30)
-    engine.prefill(0, tokens, rows="none", taps=True)
-    (draft,) = engine.draft([DraftRequest(0, 7, 20, 1)])
-    expected = np.take_along_axis(dflash(truth(tokens.tolist())[1], 7), marginals(draft).token_ids.astype(np.int64), 1)
-    error, spread = np.abs(marginals(draft).log_probs - expected), expected.std()
-    assert error.max() < 0.6 * spread and error.mean() < 0.2 * spread
-    assert error.max() > 1e-4  # it is in 8 bits
 
 
 def test_the_manifest_says_so(tmp_path: Path) -> None:

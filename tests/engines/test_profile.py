@@ -215,41 +215,28 @@ def open_and_close(directory: Path, caplog: pytest.LogCaptureFixture) -> list[st
     return [record.getMessage() for record in caplog.records]
 
 
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
 def make_huge(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
 
 
-def make_damaged(path: Path) -> None:
-    path.write_text(damaged("near.draft_s", "x"))
-
-
-def make_binary(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\x00")
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (make_fifo, "it is not a regular file"),
-        (make_device, "it is not a regular file"),
+        (os.mkfifo, "it is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
         (make_huge, "it has more than 1 MiB"),
-        (make_damaged, "near.draft_s must be a number from 0 to 3600, found 'x'"),
-        (make_binary, "it is not valid JSON"),
+        (
+            lambda path: path.write_text(damaged("near.draft_s", "x")),
+            "near.draft_s must be a number from 0 to 3600, found 'x'",
+        ),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not valid JSON"),
     ],
 )
 def test_a_damaged_one_is_measured_again_and_replaced(
     engine: tuple[Path, list[object]],
     caplog: pytest.LogCaptureFixture,
-    make: Callable[[Path], None],
+    make: Callable[[Path], object],
     reason: str,
 ) -> None:
     directory, measured = engine

@@ -11,30 +11,12 @@ import pytest
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.verify import verify_files
-from ddtree_trt.build.backends.tensorrt.backend import Machine, examine
+from ddtree_trt.build.backends.tensorrt.backend import Machine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.errors import DDTreeError
 from ddtree_trt.plugins import library
 
 # Slow: a build searches for kernels.
 pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="session")
-def machine() -> Machine:
-    try:
-        return examine("plugin")
-    except DDTreeError as error:
-        pytest.skip(f"skipped: {error}")
-
-
-@pytest.fixture(scope="module", params=["bf16", "fp16"])
-def built(request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("engines") / "tiny"
-    compile_engine(
-        BuildRequest(target="tiny", backend="tensorrt", precision=request.param, output=directory, attention="plugin")
-    )
-    return directory
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.build.backends.tensorrt.backend import LOWEST_FP8_SM, Machine, examine
+from ddtree_trt.build.backends.tensorrt.backend import LOWEST_FP8_SM, Machine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.check.run import check_engine
 from ddtree_trt.device.libraries import call, cuda_bindings
-from ddtree_trt.errors import ArtifactError, DDTreeError
+from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
@@ -36,21 +36,6 @@ from ddtree_trt.runtime.stats import ROUND_STAGES
 pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of them. How many are left?", "a"]
-
-
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    try:
-        return examine("plugin")
-    except DDTreeError as error:
-        pytest.skip(f"skipped: {error}")
-
-
-@pytest.fixture(scope="module", params=["bf16", "fp16"])
-def built(request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("engines") / "tiny"
-    compile_engine(BuildRequest(target="tiny", backend="tensorrt", precision=request.param, output=directory))
-    return directory
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +26,7 @@ from ddtree_trt.models.families import QWEN3_MOE
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.experts import mix_all, mix_grouped, mixture, route
 
-# As the hub has it for Qwen3-30B-A3B; the coder differs in lengths.
-QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+TARGETS = Path(__file__).parents[1] / "fixtures" / "targets"
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -97,7 +62,7 @@ def test_routing_and_sum_are_those_of_transformers(experts: Experts, rows: int) 
 
 
 def test_a_published_configuration(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    shutil.copy(TARGETS / "qwen3-30b-a3b.json", tmp_path / "config.json")
     dims = read_config(tmp_path).dims
     assert dims.experts == Experts(128, 8, normalised=True)
     assert (dims.intermediate_size, dims.inner_width, dims.qk_norm) == (768, 6144, True)

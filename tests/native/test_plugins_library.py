@@ -1,7 +1,13 @@
-"""Finding and refusing native libraries, and that Python and C++ name the same things."""
+"""Native libraries: finding and refusing them, that Python and C++ name the same things, the plugins as TensorRT meets
+them, and the torch operators through the script that checks them on a GPU. Neither a GPU nor the builder is needed.
+
+TensorRT's registry is that of the lean runtime, in a process of its own: its objects need not survive an interpreter's
+end.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,20 +16,13 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
-from plugin_libraries import ROOT, emulated_kernels
+from plugin_libraries import BUILD, ROOT, emulated_kernels, glue, lean_python, torch_operators
 
 from ddtree_trt import plugins
 from ddtree_trt.errors import MissingDependency
-from ddtree_trt.plugins import library, operators
+from ddtree_trt.plugins import library
 
 SOURCES = ROOT / "cpp_plugins"
-
-
-def built(name: str) -> Path:
-    path = library.FOLDER / name
-    if not path.is_file():
-        pytest.skip(f"skipped: {name} is not built (`make plugins`)")
-    return path
 
 
 def test_a_missing_library_names_the_command_that_builds_it(tmp_path: Path) -> None:
@@ -106,18 +105,89 @@ def test_every_kernel_is_in_the_list_all_builds_read() -> None:
     assert all("kernels/sources.txt" in (SOURCES / reader).read_text() for reader in readers)
 
 
-def test_torch_operators_are_those_listed() -> None:
-    source = (SOURCES / "torch" / "ops.cpp").read_text()
-    defined = re.findall(r"m\.def\(((?:\s*\"[^\"]*\")+)\);", source)
-    assert tuple("".join(re.findall(r'"([^"]*)"', text)) for text in defined) == operators.SCHEMAS
-    assert tuple(re.findall(r"m\.impl\(\"(\w+)\", (?:\1)\);", source)) == operators.OPERATORS
+# Libraries as they are loaded: on emulated kernels, and the built ones
 
 
-@pytest.mark.parametrize("name", library.NAMES)
-def test_built_libraries_leak_no_symbols(name: str) -> None:
-    path = built(name)
-    symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    names = {line.split()[-1] for line in symbols.splitlines()}
-    assert all(symbol.startswith("ddtree_") for symbol in names if symbol.startswith(("cuda", "ddtree")))
+def built(name: str) -> Path:
+    path = library.FOLDER / name
+    if not path.is_file():
+        pytest.skip(f"skipped: {name} is not built (`make plugins`)")
+    return path
+
+
+@pytest.fixture(params=["emulated", "built"])
+def plugin_library(request: pytest.FixtureRequest) -> Path:
+    if request.param == "emulated":
+        return glue() / "libddtree_emulated_plugins.so"
+    return built(library.PLUGINS)
+
+
+@pytest.mark.parametrize("program", ["ddtree_glue_test", "ddtree_glue_workspace_test"])
+def test_glue_without_tensorrt(program: str) -> None:
+    run = subprocess.run([str(glue() / program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 failed" in run.stdout
+
+
+def nm(path: Path, *flags: str) -> list[str]:
+    run = subprocess.run(["nm", "-D", *flags, str(path)], capture_output=True, text=True, check=True)
+    return [line.split()[-1].split("@")[0] for line in run.stdout.splitlines()]
+
+
+def test_exactly_two_symbols_and_nothing_of_tensorrt(plugin_library: Path) -> None:
+    assert sorted(nm(plugin_library, "--defined-only")) == ["getCreators", "setLoggerFinder"]
+    undefined = nm(plugin_library, "--undefined-only")
+    assert undefined
+    assert not [name for name in undefined if "nvinfer" in name or "Infer" in name or name.startswith("cuda")]
+
+
+def test_the_torch_operators_leak_no_symbols() -> None:
+    names = nm(built(library.TORCH), "--defined-only")
+    assert all(name.startswith("ddtree_") for name in names if name.startswith(("cuda", "ddtree")))
+
+
+def test_the_library_carries_its_abi(plugin_library: Path) -> None:
+    assert library.abi_of(plugin_library) == plugins.ABI
+
+
+def test_the_lean_registry_finds_and_creates_the_plugins(plugin_library: Path) -> None:
+    run = subprocess.run(
+        [lean_python(), str(SOURCES / "tests" / "lean_registry.py"), str(plugin_library)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    ours = [creator for creator in found["creators"] if creator[2] == plugins.NAMESPACE]
+    assert ours == [[name, plugins.VERSION, plugins.NAMESPACE] for name in plugins.NAMES]
+    assert found["attributes"] == {plugins.ATTENTION: list(plugins.ATTENTION_ATTRIBUTES), plugins.COMPACT: []}
+    assert found["created"] == [True] * 4
+    assert found["refused"] and all(found["refused"].values()), found["refused"]
+    assert not found["elsewhere"], "a creator must not be found under another version or namespace"
+
+
+def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
+    operators = torch_operators()
+    host = BUILD / "libhost_tree.so"
+    sources = [
+        str(ROOT / "cpp_plugins" / name) for name in ("tests/host_tree.cpp", "host/candidates.cpp", "host/tree.cpp")
+    ]
+    include = str(ROOT / "cpp_plugins" / "include")
+    compiler = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-I{include}", *sources, "-o", str(host)]
+    subprocess.run(compiler, check=True, capture_output=True)
+    result = tmp_path / "check.json"
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu.kernel_check",
+        str(operators),
+        str(host),
+        str(result),
+        "--device",
+        "cpu",
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(result.read_text())
+    assert set(report) == {"trees", "compaction", "attention"} and all(part["ok"] for part in report.values())

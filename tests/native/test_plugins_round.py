@@ -257,30 +257,3 @@ def test_garbage_stays_in_bounds_and_builds_trees(at_end: bool) -> None:
 def test_launchers_refuse(call: str, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(EngineError, match=text):
         emulated_kernels().launch(call, **fields)
-
-
-def test_a_whole_round_without_the_host() -> None:
-    """build → mask → walk → compaction, each fed by the one before, equals the host's round."""
-    rng = np.random.default_rng(9)
-    log_probs = falling(rng, (2, 7, 8), tied=False)
-    candidates = np.argsort(rng.random((2, 7, 50)), axis=2)[:, :, :8].astype(np.int32)
-    past_len = np.array([5, 11], np.int32)
-    tree = build(log_probs, candidates, 33, None, past_len)
-    # A target that always takes the draft's best token walks down the spine.
-    choices = np.zeros((2, 33), np.int32)
-    for n in range(2):
-        for node in range(33):
-            depth = tree["depths"][n, node]
-            choices[n, node] = candidates[n, depth, 0] if depth < 7 else 99
-    path, lengths, bonus, _ = walk(tree["parents"], tree["token_ids"], choices, tree["counts"], past_len)
-    cache = new_cache((4, 3, 2, 64, 8))
-    slot_ids = np.array([2, 0], np.int32)
-    expected = cache.copy()
-    for n in range(2):
-        ids, _, parents, _ = _native.build_tree(log_probs[n], candidates[n], 32)
-        host = _native.walk(parents, ids, choices[n])
-        assert path[n, : lengths[n]].tolist() == host.tolist() and bonus[n] == choices[n, host[-1]]
-        rows = [past_len[n] + node for node in host]
-        expected[:, slot_ids[n], :, past_len[n] : past_len[n] + len(host)] = cache[:, slot_ids[n]][:, :, rows]
-    compact(cache, slot_ids, past_len, path, lengths)
-    np.testing.assert_array_equal(cache, expected)

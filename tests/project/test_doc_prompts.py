@@ -67,12 +67,6 @@ def in_document(path: Path) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
-
-
 def assert_answered(llm: LLM, prompt: Any) -> None:
     asked = prompt.decode() if isinstance(prompt, bytes) else prompt
     output = llm.generate([asked], SamplingParams(max_tokens=512, tree_budget=32))[0]

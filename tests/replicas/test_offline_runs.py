@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, in_this_process
+from command_line import Cli
 from dictation import with_template
 from offline_requests import ROWS, by_generate, requests_file, texts
 from pacing import wait_for
@@ -95,7 +96,7 @@ def test_a_killed_run_is_gone_on_with_by_the_same_command(
     source: Path,
     expected: list[tuple[str, str]],
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     """Killed as soon as an answer is there: none is lost, and none is there twice."""
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
@@ -105,7 +106,7 @@ def test_a_killed_run_is_gone_on_with_by_the_same_command(
     process.send_signal(signal.SIGKILL)
     process.wait()
     if not output.exists():  # it was quicker
-        code, out, error = in_this_process(capfd)(*arguments)
+        code, out, error = cli(*arguments)
         assert code == 0 and f"{ROWS} answers (" in out and "by an earlier run" in out, error
     assert texts(output) == expected and not part.exists()
 
@@ -176,12 +177,9 @@ def chats(call: Cli, engine: Path, folder: Path, *options: str) -> dict[str, Any
     return {row["custom_id"]: row["response"]["body"] for row in rows}
 
 
-def test_calls_and_reasoning_are_read_as_the_command_says(
-    tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    call = in_this_process(capfd)
+def test_calls_and_reasoning_are_read_as_the_command_says(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:
     engine = with_template(tiny_engine, tmp_path / "engine", PLAIN)
-    found = chats(call, engine, tmp_path, "--tool-parser", "hermes")
+    found = chats(cli, engine, tmp_path, "--tool-parser", "hermes")
     (choice,) = found["call"]["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     (made,) = choice["message"]["tool_calls"]
@@ -189,11 +187,11 @@ def test_calls_and_reasoning_are_read_as_the_command_says(
     assert made["function"]["name"] == "count" and set(arguments) == {"thing", "trays"}
     assert arguments["thing"] in ("plates", "cards") and arguments["trays"] <= 99
     assert found["text"]["choices"][0]["message"]["content"]
-    found = chats(call, engine, tmp_path, "--reasoning-parser", "deepseek_r1")
+    found = chats(cli, engine, tmp_path, "--reasoning-parser", "deepseek_r1")
     message = found["text"]["choices"][0]["message"]
     assert message["reasoning_content"] and message["content"] is None
     assert "--tool-parser" in found["call"]["error"]["message"], "without one tools are refused"
-    code, _, error = call("run-batch", engine, "-i", "a", "-o", "b", "--tool-parser", "x")
+    code, _, error = cli("run-batch", engine, "-i", "a", "-o", "b", "--tool-parser", "x")
     assert (code, error) == (
         2,
         "error: tool_parser must be one of auto, none, hermes, qwen3_coder, llama3_json, not 'x'\n",
@@ -220,6 +218,15 @@ def test_bodies_alone_and_lines_of_batch_files(tmp_path: Path) -> None:
     ]
     assert json.loads(found[0].body) == whole["body"]
     assert "custom_id" not in json.loads(found[1].body)
+
+
+def test_a_run_in_a_notebook_whose_event_loop_runs(tiny_engine: Path, tmp_path: Path) -> None:
+    source = written(tmp_path, {"prompt": "x", "max_tokens": 2})
+
+    async def cell() -> OfflineResult:
+        return map_prompts(tiny_engine, source, tmp_path / "out.jsonl")
+
+    assert asyncio.run(cell()) == OfflineResult(1, 0, 2, 0)
 
 
 def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:

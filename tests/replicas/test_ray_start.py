@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-from command_line import Cli, in_this_process
+from command_line import Cli
 from ray import serve
 
 from ddtree_trt.errors import UsageError, install_with
@@ -26,9 +26,9 @@ ADVICE = "; end what else keeps this machine busy and try again, else see /somew
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+def cli(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Cli:
     monkeypatch.setenv("RAY_TMPDIR", "/somewhere")
-    return in_this_process(capfd)
+    return cli
 
 
 @pytest.fixture
@@ -156,15 +156,14 @@ def test_ranges() -> None:
             ReplicaOptions(**wrong)
 
 
-def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    call = in_this_process(capfd)
-    assert call("serve", tiny_engine, "--max-replicas", "2") == (2, "", "error: --max-replicas needs --replicas\n")
-    assert call("run-batch", tiny_engine, "-i", "a", "-o", "b", "--gpus-per-replica", "1")[2] == (
+def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, cli: Cli) -> None:
+    assert cli("serve", tiny_engine, "--max-replicas", "2") == (2, "", "error: --max-replicas needs --replicas\n")
+    assert cli("run-batch", tiny_engine, "-i", "a", "-o", "b", "--gpus-per-replica", "1")[2] == (
         "error: --gpus-per-replica needs --replicas\n"
     )
-    code, _, error = call("serve", tiny_engine, "--replicas", "2", "--stall-timeout", "60")
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--stall-timeout", "60")
     assert code == 2 and error.startswith("error: --stall-timeout cannot be had with --replicas")
-    code, _, error = call("serve", tiny_engine.parent / "none", "--replicas", "2")
+    code, _, error = cli("serve", tiny_engine.parent / "none", "--replicas", "2")
     assert code == 1 and error.startswith("error: no engine at ")
 
 

@@ -139,20 +139,6 @@ async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> N
         assert last.finished and last.outputs[0].finish_reason == "abort"
 
 
-async def test_a_cancelled_request_changes_no_other(tiny_engine: Path, llm: AsyncLLM) -> None:
-    params = SamplingParams(max_tokens=48)
-    with LLM(tiny_engine) as alone:
-        expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS[:8], params)]
-    noise = [asyncio.ensure_future(complete(llm, p, LONG)) for p in PROMPTS[8:]]
-    wanted = [asyncio.ensure_future(complete(llm, p, params)) for p in PROMPTS[:8]]
-    for i, task in enumerate(noise):
-        await asyncio.sleep(0.02 * i)
-        task.cancel()
-    assert [o.outputs[0].token_ids for o in await asyncio.gather(*wanted)] == expected
-    await asyncio.gather(*noise, return_exceptions=True)
-    await llm.drain()
-
-
 async def test_the_queue_is_bounded(tiny_engine: Path) -> None:
     llm = AsyncLLM(tiny_engine, max_waiting=2)
     try:

@@ -1,4 +1,4 @@
-"""The engine core: how it is put together, what runs on it, and forgetting cached prefixes."""
+"""The engine core: how it is put together, and what runs on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from profiles import make_budgets, make_profile
-from scripted import Letters, ScriptedEngine, completion, finish
+from scripted import Letters, ScriptedEngine
 from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.errors import UsageError
@@ -17,7 +17,6 @@ from ddtree_trt.runtime.core import EngineCore, assemble_core
 from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.scheduler import Scheduler
 
 PROMPT = [1, 2, 3, 4, 5, 0, 5, 4, 3, 2, 1, 0]
 
@@ -69,30 +68,6 @@ def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, t
 # Running
 
 
-def test_requests_run_together_to_their_ends() -> None:
-    core = make_core(make_engine())
-    requests = [core.maker.make(PROMPT[:size], SamplingParams(max_tokens=6, n=2)) for size in (3, 5, 7)]
-    core.run(requests)
-    assert all(len(c.token_ids) == 6 for request in requests for c in request.output().outputs)
-    assert core.scheduler.free_slots == 2 and not core.scheduler.busy
-
-
-def test_what_a_failing_step_leaves_is_cancelled() -> None:
-    engine = make_engine(1)
-    core = make_core(engine)
-
-    def interrupt(verb: str, slots: tuple[int, ...]) -> None:
-        if verb == "verify":
-            raise KeyboardInterrupt
-
-    engine.fail = interrupt
-    requests = [core.maker.make(PROMPT, SamplingParams(max_tokens=6)) for _ in range(3)]
-    with pytest.raises(KeyboardInterrupt):
-        core.run(requests)
-    assert all(request.finished for request in requests)
-    assert core.scheduler.free_slots == 1 and not core.scheduler.busy
-
-
 def test_a_request_cancelled_before_it_is_added_never_runs() -> None:
     engine = make_engine()
     core = make_core(engine)
@@ -123,57 +98,3 @@ def test_a_route_is_chosen_once_for_a_request() -> None:
         assert [sequence.route for sequence in request.sequences] == [Route(reason)] * 2
         metrics = request.output().metrics
         assert (metrics.on_device, metrics.why_host) == (reason is None, reason)
-
-
-# Forgetting cached prefixes
-
-
-def cached(scheduler: Scheduler, engine: ScriptedEngine) -> int:
-    """Tokens of PROMPT that a request finds."""
-    c = completion(engine, PROMPT, SamplingParams(max_tokens=4))
-    finish(scheduler, [c])
-    return c.metrics.cached_tokens
-
-
-def test_nothing_is_found_after_a_reset() -> None:
-    engine = make_engine()
-    scheduler = Scheduler(engine)
-    assert [cached(scheduler, engine) for _ in range(2)] == [0, len(PROMPT) - 1]
-    scheduler.reset_prefix_cache()
-    assert [engine.length(slot) for slot in range(2)] == [0, 0]
-    assert [cached(scheduler, engine) for _ in range(2)] == [0, len(PROMPT) - 1]
-
-
-def test_a_reset_makes_slots_as_good_as_unused() -> None:
-    """So that requests one after the other, each from an empty cache, all have the same slot."""
-    engine = make_engine(3)
-    scheduler = Scheduler(engine)
-    for _ in range(3):
-        scheduler.reset_prefix_cache()
-        c = completion(engine, PROMPT, SamplingParams(max_tokens=4))
-        finish(scheduler, [c])
-        assert c.slot == 0
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_who_runs_goes_on_and_leaves_nothing(steps: int) -> None:
-    """A reset while requests wait, are prefilled, or are decoded."""
-    params = SamplingParams(max_tokens=12)
-    alone = completion(make_engine(1), PROMPT, params)
-    finish(Scheduler(make_engine(1)), [alone])
-
-    engine = make_engine(1)
-    scheduler = Scheduler(engine)
-    cached(scheduler, engine)
-    running, waiting = (completion(engine, PROMPT, params) for _ in range(2))
-    scheduler.add(running)
-    scheduler.add(waiting)
-    for _ in range(steps):
-        scheduler.step()
-    scheduler.reset_prefix_cache()
-    while not waiting.finished:
-        scheduler.step()
-    assert running.output == waiting.output == alone.output
-    assert running.metrics.cached_tokens == (0 if steps == 0 else len(PROMPT) - 1)
-    assert waiting.metrics.cached_tokens == (len(PROMPT) - 1 if steps == 0 else 0)
-    assert cached(scheduler, engine) == len(PROMPT) - 1

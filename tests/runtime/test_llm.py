@@ -7,7 +7,6 @@ import io
 import json
 import random
 import sys
-from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,50 +25,9 @@ PROMPTS = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def chats() -> list[Any]:
     rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     return [[{"role": "user", "content": row["prompt"]}] for row in rows]
-
-
-MIXED: list[dict[str, Any]] = [
-    {"max_tokens": 40},
-    {"max_tokens": 25, "method": "ar"},
-    {"max_tokens": 30, "method": "dflash"},
-    {"max_tokens": 20, "tree_budget": 64},
-    {"max_tokens": 1},
-    {"max_tokens": 30, "frequency_penalty": 0.5, "tree_budget": 16},
-    {"max_tokens": 30, "stop": ["\n"], "ignore_eos": True},
-    {"max_tokens": 20, "method": "dflash-sample", "logprobs": 1},
-]
-
-
-def test_sixteen_mixed_requests_together_are_as_one_by_one(llm: LLM, chats: list[Any]) -> None:
-    asked = chats[:16]
-    params = [SamplingParams(**MIXED[i % len(MIXED)]) for i in range(16)]
-    together = llm.generate(asked, params)
-    for output, prompt, each in zip(together, asked, params, strict=True):
-        (single,) = llm.generate(prompt, each)
-        assert output.outputs[0].token_ids == single.outputs[0].token_ids
-        assert (output.outputs[0].text, output.outputs[0].finish_reason) == (
-            single.outputs[0].text,
-            single.outputs[0].finish_reason,
-        )
-
-
-def test_one_seed_gives_one_text_whatever_is_drafted(llm: LLM, chats: list[Any]) -> None:
-    options: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "ignore_eos": True}
-    for prompt in chats[:4]:
-        outputs = [
-            llm.generate(prompt, SamplingParams(method=method, **options))[0].outputs[0].text
-            for method in ("ar", "dflash", "ddtree", "ar")
-        ]
-        assert len(set(outputs)) == 1
 
 
 def test_metrics_say_why_automatic_budgets_drafted(llm: LLM, chats: list[Any]) -> None:
@@ -122,36 +80,6 @@ def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
-def test_a_reset_forgets_prefixes_and_leaves_streams_alone(llm: LLM, chats: list[Any]) -> None:
-    params = SamplingParams(max_tokens=40)
-    whole = llm.generate(chats[:2], params)
-    stream = llm.stream(chats[0], params)
-    text = next(stream).outputs[0].text
-    assert llm.generate(chats[1], params)[0].usage.cached_tokens > 0
-    llm.reset_prefix_cache()
-    assert text + "".join(part.outputs[0].text for part in stream) == whole[0].outputs[0].text
-    for chat, output in zip(chats[:2], whole, strict=True):
-        (again,) = llm.generate(chat, params)
-        assert again.usage.cached_tokens == 0 and again.outputs == output.outputs
-
-
-def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_engine: Path, chats: list[Any]) -> None:
-    methods = ["ddtree", "ar", "dflash", "ddtree", "ar", "ddtree"]
-    messages: list[dict[str, str]] = []
-    with LLM(tiny_engine) as fresh:
-        for turn, method in enumerate(methods):
-            messages = [*messages, *chats[turn]]
-            params = SamplingParams(max_tokens=25, method=method)
-            (output,) = llm.generate(messages, params)
-            fresh.reset_prefix_cache()
-            (plain,) = fresh.generate(messages, params)
-            assert plain.usage.cached_tokens == 0
-            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-            if turn and methods[turn - 1] != "ar":
-                assert output.usage.cached_tokens > 0
-            messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
-
-
 @pytest.mark.parametrize("count", [30, pytest.param(403, marks=pytest.mark.slow)])
 def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Path, count: int) -> None:
     """Prompts that go on from, cut short or fork what some slot holds, by any method."""
@@ -172,7 +100,7 @@ def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Pat
             (output,) = llm.generate(prompt, params)
             fresh.reset_prefix_cache()
             (plain,) = fresh.generate(prompt, params)
-            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+            assert plain.usage.cached_tokens == 0 and output.outputs[0].token_ids == plain.outputs[0].token_ids
             reused += output.usage.cached_tokens > 0
             known[rng.randrange(len(known))] = (prompt + output.outputs[0].token_ids)[:300]
     assert reused > count / 2
@@ -195,18 +123,13 @@ def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str)
         rows.append(np.array(llm.engine.prefill(0, piece, rows="all", taps=False).logits, np.float64))
     llm.engine.truncate(0, 0)
     truth = log_softmax(np.concatenate(rows), axis=1)
-    assert output.prompt_logprobs is not None
-    assert output.outputs[0].logprobs is not None
-    for i, entry in enumerate([*output.prompt_logprobs, *output.outputs[0].logprobs]):
-        if i == 0:
-            assert entry is None
-            continue
-        assert entry is not None
-        assert entry.token_id == whole[i]
-        assert entry.logprob == pytest.approx(truth[i - 1, whole[i]], abs=1e-3)
-        assert [p for _, p in entry.top] == pytest.approx(
-            np.sort(truth[i - 1])[::-1][: len(entry.top)].tolist(), abs=1e-3
-        )
+    assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+    entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
+    assert entries[0] is None
+    for row, token, entry in zip(truth[:-1], whole[1:], entries[1:], strict=True):
+        assert entry is not None and entry.token_id == token
+        assert entry.logprob == pytest.approx(row[token], abs=1e-3)
+        assert [p for _, p in entry.top] == pytest.approx(np.sort(row)[::-1][: len(entry.top)].tolist(), abs=1e-3)
     assert len(output.outputs[0].logprobs) == 12
 
 
@@ -246,28 +169,35 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
             "method 'draft-model' needs a drafter of kind autoregressive, this engine's is dflash",
         ),
         ("hi", {"tree_budget": 10**6}, "tree_budget 1000000 is above this engine's"),
+        *(
+            (
+                [7] * (limit - 9),
+                {name: tokens},
+                f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it",
+            )
+            for name in ("max_tokens", "min_tokens")
+            for tokens in (10, 2**31 - 1)
+        ),
     ]
     for prompt, params, text in cases:
         with pytest.raises(UsageError, match=text):
             llm.generate(["fine", prompt], [SamplingParams(max_tokens=1), SamplingParams(**params)])
+        with pytest.raises(UsageError, match=text):
+            llm.stream(prompt, SamplingParams(**params))
         assert not llm.core.scheduler.busy
     with pytest.raises(UsageError, match="2 prompts but 1 sampling params"):
         llm.generate(["a", "b"], [SamplingParams()])
 
 
-def test_the_longest_prompt_leaves_room_for_one_token(llm: LLM) -> None:
-    limit = llm.engine.manifest.limits.max_seq_len
-    (output,) = llm.generate([[7] * (limit - 1)], SamplingParams(ignore_eos=True))
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
-
-
-@pytest.mark.parametrize("max_tokens", [None, 9])
-@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree"])
-def test_generation_up_to_the_engines_last_token(llm: LLM, method: str, max_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("method", "room", "max_tokens"),
+    [("ddtree", 1, None), *((method, 9, most) for method in ("ar", "dflash", "ddtree") for most in (None, 9))],
+)
+def test_generation_up_to_the_engines_last_token(llm: LLM, method: str, room: int, max_tokens: int | None) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
     params = SamplingParams(ignore_eos=True, method=method, max_tokens=max_tokens)
-    (output,) = llm.generate([[7] * (limit - 9)], params)
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (9, "length")
+    (output,) = llm.generate([[7] * (limit - room)], params)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (room, "length")
 
 
 def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
@@ -277,18 +207,6 @@ def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
     ):
         (output,) = llm.generate([7, 8], params)
         assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (size, "length")
-
-
-@pytest.mark.parametrize("tokens", [10, 500, 100_000, 2**31 - 1])
-@pytest.mark.parametrize("name", ["max_tokens", "min_tokens"])
-def test_more_tokens_than_fit_are_refused(llm: LLM, name: str, tokens: int) -> None:
-    limit = llm.engine.manifest.limits.max_seq_len
-    message = f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it"
-    options: dict[str, Any] = {name: tokens}
-    for work in (llm.generate, llm.stream):
-        with pytest.raises(UsageError, match=message):
-            work([7] * (limit - 9), SamplingParams(**options))
-    assert not llm.core.scheduler.busy
 
 
 def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:

@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,11 @@ from pacing import WAIT_S, complete
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.engines.onnxruntime.network import _Binding
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 PROMPT = "Lars has 9 keys. Lenlot has double that number."
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
 
 
 def on_thread(name: str, work: Callable[[], Any]) -> Any:
@@ -74,6 +69,8 @@ def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
     def while_it_works(round: object) -> None:
         if not refusals:
             refusals.extend(on_thread("other", work) for work in (lambda: llm.generate(PROMPT, SHORT), llm.close))
+            with pytest.raises(UsageError, match="a call that has not returned"):
+                llm.generate(PROMPT, SHORT)  # from within the call
 
     expected = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
     tokens: list[int] = []
@@ -85,17 +82,6 @@ def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
     for error in refusals:
         assert isinstance(error, UsageError)
         assert "in use by a call that has not returned; use AsyncLLM" in str(error)
-
-
-def test_a_call_from_within_a_call_is_refused(llm: LLM) -> None:
-    refused = []
-
-    def again(round: object) -> None:
-        with pytest.raises(UsageError, match="a call that has not returned"):
-            llm.generate(PROMPT, SHORT)
-        refused.append(True)
-
-    assert list(llm.stream(PROMPT, SHORT, on_round=again))[-1].finished and refused
 
 
 def test_a_stream_may_be_read_on_by_another_thread(llm: LLM) -> None:
@@ -251,6 +237,24 @@ def test_an_interrupt_anywhere_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest
                     list(llm.stream(PROMPT, LONG))
         assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
         assert llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids == expected
+
+
+def test_an_interrupt_in_a_slots_first_pass_leaves_it_usable(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = _Binding.cache, itertools.count()
+
+    def cache(binding: _Binding, *args: Any) -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        real(binding, *args)
+
+    with LLM(tiny_engine) as llm:
+        prompts = [PROMPT] * llm.core.scheduler.slots
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_Binding, "cache", cache)
+            llm.generate(prompts, SHORT)
+        assert len({tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, SHORT)}) == 1
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])

@@ -9,8 +9,6 @@ import openai
 import pytest
 from serving import ThreadServer, thread_server
 
-from ddtree_trt import LLM
-
 TOOLS = Path(__file__).resolve().parents[2] / "examples" / "tools.jinja"
 
 
@@ -40,9 +38,3 @@ def guarded(tiny_engine: Path) -> Iterator[ThreadServer]:
 def client(server: ThreadServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture(scope="session")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm

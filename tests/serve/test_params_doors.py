@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import in_this_process
+from command_line import Cli
 from fake_triton import Instance, TritonError, loaded
 from serving import ThreadServer
 
@@ -96,18 +96,17 @@ def triton(instance: Instance) -> Door:
 
 
 @pytest.fixture
-def command(small_engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Door:
+def command(small_engine: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Door:
     """`ddtree-trt run`, up to the engine."""
 
     def engine(*_: object, **__: object) -> None:
         raise UsageError("reached")
 
     monkeypatch.setattr("ddtree_trt.runtime.llm.LLM", engine)
-    call = in_this_process(capsys)
 
     def door(name: str, value: Any) -> str | None:
         option = f"--{name.replace('_', '-')}={value if isinstance(value, str) else repr(value)}"
-        code, _, says = call("run", small_engine, "--raw", "-p", "x", option)
+        code, _, says = cli("run", small_engine, "--raw", "-p", "x", option)
         assert code == 2 and "unexpected" not in says and "Traceback" not in says
         return None if "reached" in says else says.strip()
 

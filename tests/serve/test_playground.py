@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ThreadServer, thread_server
+from serving import ThreadServer, events_of, thread_server
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import required_examples
@@ -22,9 +21,8 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 def events(server: ThreadServer, **fields: Any) -> list[dict[str, Any]]:
     response = server.http.post("/playground/rounds", json={"messages": MESSAGES, **fields})
     assert response.status_code == 200, response.text
-    *parts, last, rest = response.text.split("\n\n")
-    assert (last, rest) == ("data: [DONE]", "")
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
+    assert response.text.endswith("data: [DONE]\n\n")
+    return events_of(response.text)
 
 
 @pytest.mark.parametrize("path", PAGE)

@@ -4,7 +4,6 @@ right."""
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ import pytest
 from constraint_fuzz import body
 from pacing import WAIT_S, wait_for
 from request_fuzz import Sent, fuzzed
-from serving import LONG, ProcessServer, metrics
+from serving import LONG, ProcessServer, events_of, metrics
 
 CLIENTS = 6
 ALLOWED = {200, 400, 404, 405, 413, 429}
@@ -83,11 +82,9 @@ def neighbours(url: str, report: Report) -> Iterator[None]:
 
     def stream(client: httpx.Client) -> None:
         asked = {"prompt": "def fib(n):", "stream": True, **LONG, "max_tokens": 150}
-        with client.stream("POST", "/v1/completions", json=asked) as response:
-            lines = [line[6:] for line in response.iter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        texts = [json.loads(line)["choices"][0]["text"] for line in lines]
-        report.streamed.add("".join(texts))
+        text = client.post("/v1/completions", json=asked).text
+        assert text.endswith("data: [DONE]\n\n")
+        report.streamed.add("".join(event["choices"][0]["text"] for event in events_of(text)))
 
     def look(client: httpx.Client) -> None:
         time.sleep(0.05)

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from pacing import wait_for
 from serving import ThreadServer, events_of
 
 from ddtree_trt import LLM, SamplingParams
@@ -157,6 +158,7 @@ def test_a_stream_without_usage_has_it_at_its_end(server: ThreadServer, llm: LLM
 
 
 def test_scrapes_add_up_with_the_answers(server: ThreadServer) -> None:
+    wait_for(lambda: server.idle and not server.llm.running)
     before = server.figures()
     asked = [server.chat(QUESTION, max_tokens=40, tree_budget=b).json() for b in (4, 8, 0)]
     middle = server.figures()

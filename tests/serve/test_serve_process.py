@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from command_line import in_this_process
+from command_line import Cli
 from dictation import QWEN3_CODER, with_template
 from pacing import WAIT_S, wait_for
 from serving import LONG, ProcessServer, events_of, metrics
@@ -154,25 +154,23 @@ def test_a_server_that_does_not_come_back_ends_when_its_time_is_up(
             assert isinstance(pending.exception(), httpx.TransportError)
 
 
-def test_wrong_calls_are_explained_in_one_line(
-    tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    call, none = in_this_process(capfd), tmp_path / "none"
+def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:
+    none = tmp_path / "none"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        answer = call("serve", tiny_engine, "--port", port)
+        answer = cli("serve", tiny_engine, "--port", port)
     advice = "Address already in use; choose another with --port"
     assert answer == (2, "", f"error: cannot listen on 127.0.0.1 port {port}: {advice}\n")
-    code, out, error = call("serve", none, "--port", "0")
+    code, out, error = cli("serve", none, "--port", "0")
     assert (code, out) == (1, "") and error.startswith("error: no engine at ") and error.count("\n") == 1
-    answer = call("serve", tiny_engine, "--max-requests", "0")
+    answer = cli("serve", tiny_engine, "--max-requests", "0")
     assert answer == (2, "", "error: max_requests must be from 1 to 1048576, not 0\n")
-    code, out, error = call("serve", tiny_engine, "--host", "no.such.host.invalid")
+    code, out, error = cli("serve", tiny_engine, "--host", "no.such.host.invalid")
     assert (code, out) == (2, "") and error.startswith("error: cannot listen on no.such.host.invalid: ")
-    code, out, error = call("serve", tiny_engine, "--api-key", "")
+    code, out, error = cli("serve", tiny_engine, "--api-key", "")
     assert (code, out) == (2, "") and "API key" in error
     reason = "cannot be read (No such file or directory); give a Jinja template"
-    answer = call("serve", tiny_engine, "--chat-template", none)
+    answer = cli("serve", tiny_engine, "--chat-template", none)
     assert answer == (2, "", f"error: --chat-template {none} {reason}\n")
 
 
@@ -203,6 +201,7 @@ def test_a_crowd_of_clients(tiny_engine: Path, tmp_path: Path) -> None:
     report = soak.run(str(engine), concurrency=48, seconds=2, prompts=8)
     assert report.failures() == []
     assert report.tokens > 0 and set(report.requests) == set(soak.KINDS)
+    assert json.loads(report.to_json())["requests"] == report.requests
     assert report.most_running <= 8
 
 

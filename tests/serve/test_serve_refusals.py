@@ -153,6 +153,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (DETOKENIZE, {"tokens": "5"}, "tokens", "must be a list"),
     (ROUNDS, {**USER, "method": "wish"}, "method", "must be auto or one of"),
     (ROUNDS, {**USER, "n": 2}, "n", "must be 1"),
+    (ROUNDS, {"messages": [{**USER["messages"][0], "name": "bob"}]}, "messages.0.name", "has no place for it"),
     (ROUNDS, {**USER, "tools": [TOOL]}, "tools", "should be None"),
     (ROUNDS, {"messages": []}, "messages", "at least 1 item"),
     (ROUNDS, {**USER, "tree_budget": -1}, "tree_budget", "an integer at least 0"),

@@ -29,7 +29,7 @@ def tool(name: str, parameters: dict[str, Any], **fields: Any) -> Any:
 
 
 WEATHER, CLOCK = tool("get_weather", SCHEMA, description="Weather of a city"), tool("clock", NOTHING)
-BOTH = [WEATHER, CLOCK]
+BOTH, STRICT = [WEATHER, CLOCK], tool("get_weather", SCHEMA, strict=True)
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 CITY = 'Zü"rich\n🙂'
 ARGUMENTS = {"city": CITY, "days": 3}
@@ -167,23 +167,14 @@ def test_a_conversation_with_results(qwen: Chat, monkeypatch: pytest.MonkeyPatch
     assert f'{{"name": "get_weather", "arguments": {TEXT}}}\n</tool_call>' in seen[0]
 
 
-@pytest.mark.parametrize(
-    ("family", "text"),
-    [
-        ("qwen", "<tool_call>\n{'name': 'clock', 'arguments': {}}\n</tool_call>"),
-        ("llama", '{"answer": 42}'),
-        ("llama", "<|python_tag|>print(42)"),
-    ],
-)
-def test_malformed_calls_are_content(chats: Callable[[str], Chat], family: str, text: str) -> None:
-    choice = chats(family).create(text, tools=[CLOCK])
-    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-    chunks = chats(family).chunks(text, tools=[CLOCK])
-    assert said(chunks) == text and chunks[-1].finish_reason == "stop"
-
-
-def test_a_call_that_was_cut_is_content(qwen: Chat) -> None:
-    cut = qwen.create(HERMES, tools=[WEATHER], max_tokens=40)
+def test_malformed_calls_are_content(chats: Callable[[str], Chat]) -> None:
+    malformed = "<tool_call>\n{'name': 'clock', 'arguments': {}}\n</tool_call>"
+    for family, text in (("qwen", malformed), ("llama", '{"answer": 42}'), ("llama", "<|python_tag|>print(42)")):
+        choice = chats(family).create(text, tools=[CLOCK])
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+        chunks = chats(family).chunks(text, tools=[CLOCK])
+        assert said(chunks) == text and chunks[-1].finish_reason == "stop"
+    cut = chats("qwen").create(HERMES, tools=[WEATHER], max_tokens=40)
     assert cut.finish_reason == "length" and HERMES.startswith(cut.message.content) and not cut.message.tool_calls
 
 
@@ -249,29 +240,21 @@ def test_reasoning_before_a_call_that_must_be_and_before_json(
 @pytest.mark.parametrize("family", ["qwen", "coder", "llama"])
 def test_strict_tools_may_be_left_alone_but_not_called_wrongly(chats: Callable[[str], Chat], family: str) -> None:
     chat, wrong = chats(family), FAMILIES[family][2].replace("3", "77")
-    tools = [tool("get_weather", SCHEMA, strict=True), CLOCK]
-    assert chat.create("No call.", tools=tools).message.content == "No call."
-    assert called(chat.create(wrong, tools=tools)) == [("get_weather", {**ARGUMENTS, "days": 7})]
+    assert chat.create("No call.", tools=[STRICT, CLOCK]).message.content == "No call."
+    assert called(chat.create(wrong, tools=[STRICT, CLOCK])) == [("get_weather", {**ARGUMENTS, "days": 7})]
     assert called(chat.create(wrong, tools=BOTH)) == [("get_weather", {**ARGUMENTS, "days": 77})]
 
 
+JSON, MUST = {"response_format": {"type": "json_object"}}, {"tools": [CLOCK], "tool_choice": "required"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
     ("family", "fields", "text"),
     [
-        (
-            "qwen",
-            {"response_format": {"type": "json_object"}, "tools": [CLOCK], "tool_choice": "required"},
-            "because tool_choice requires a call; leave one of them out",
-        ),
-        (
-            "qwen",
-            {"response_format": {"type": "json_object"}, "tools": [tool("clock", NOTHING, strict=True)]},
-            "because a strict tool constrains it already",
-        ),
-        ("qwen", {"tools": [tool("f", {"type": "strange"})], "tool_choice": "required"}, "tools"),
+        ("qwen", {**JSON, **MUST}, "because tool_choice requires a call; leave one of them out"),
+        ("qwen", {**JSON, "tools": [STRICT]}, "because a strict tool constrains it already"),
+        ("qwen", {**MUST, "tools": [tool("f", {"type": "strange"})]}, "tools"),
         ("llama", {"messages": [*ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}]}, "only one call at a time"),
     ],
 )

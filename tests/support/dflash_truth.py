@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from numerics import Array, Truth
@@ -18,7 +19,58 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 
 
-class DFlash:
+class Layers:
+    """The parts of a decoder's layer in float32, over one sequence, with the tensors of a checkpoint."""
+
+    def __init__(self, dims: Any, weights: Mapping[str, Any], directory: Any = None) -> None:
+        """`directory` has the config.json of a drafter whose rotary embedding is scaled."""
+        self.dims = dims
+        self.directory = directory
+        self.w = {name: torch.as_tensor(values).float() for name, values in weights.items()}
+
+    def mlp(self, layer: str, h: Tensor) -> Tensor:
+        gate, up, down = (self.w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
+
+    def attend(self, layer: str, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Attention of the last Q rows over all rows, at positions from 0 on, but those that are `hidden` bool [Q, K]:
+        [Q, H]."""
+        d, positions, first = self.dims, torch.arange(len(rows)), len(rows) - len(hidden)
+        query = self.turn(self.heads(layer, "q", rows[first:]), positions[first:])
+        key, value = self.turn(self.heads(layer, "k", rows), positions), self.heads(layer, "v", rows)
+        key, value = (t.repeat_interleave(d.num_heads // d.num_kv_heads, dim=1) for t in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(d.head_dim)
+        seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(dim=-1), value)
+        return seen.flatten(1) @ self.w[f"{layer}.self_attn.o_proj.weight"].T
+
+    def heads(self, layer: str, part: str, rows: Tensor) -> Tensor:
+        """Queries, keys or values [rows, heads, D], the first two normed per head, and with a bias where the checkpoint
+        has those tensors."""
+        projection, norm = f"{layer}.self_attn.{part}_proj", f"{layer}.self_attn.{part}_norm"
+        x = rows @ self.w[f"{projection}.weight"].T + self.w.get(f"{projection}.bias", torch.zeros(1))
+        x = x.unflatten(-1, (-1, self.dims.head_dim))
+        return self.norm(x, norm) if f"{norm}.weight" in self.w else x
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self.w[f"{name}.weight"]
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding: halves (a, b) of each head, as complex a + ib, turned by position · θ^(−2j/D), or by
+        transformers' own scaled frequencies."""
+        half = self.dims.head_dim // 2
+        speed = self.dims.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        magnitude = 1.0
+        if self.dims.rope_scaling:
+            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](
+                AutoConfig.from_pretrained(self.directory), "cpu"
+            )
+        angle = positions[:, None, None] * speed.double()
+        turn = torch.polar(torch.full_like(angle, magnitude), angle)
+        turned = torch.complex(*x.double().split(half, dim=-1)) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1).float()
+
+
+class DFlash(Layers):
     """DFlash in float32, all of it computed anew from the tapped states of every committed token.
 
     The states pass through `fc` and a norm, and stand as context in every layer: keys and values come from context and
@@ -28,9 +80,7 @@ class DFlash:
     """
 
     def __init__(self, directory: Path, dims: DFlashDims, truth: Truth) -> None:
-        self.dims = dims
-        self.directory = directory
-        self.w = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
+        super().__init__(dims, load_file(directory / "model.safetensors"), directory)
         self.embed, self.head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))
         if dims.own_embedding:
             self.embed = self.w["embed_tokens.weight"]
@@ -84,10 +134,6 @@ class DFlash:
             return logits + after @ (w["candidate_selector.predecessor_codebook"][before] * projected)
         return logits
 
-    def mlp(self, layer: str, h: Tensor) -> Tensor:
-        gate, up, down = (self.w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
-
     def around(self, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """The sublayer between the two sides of a convolution over the block's rows, where the checkpoint has one. Both
         kernels come from the sublayer's input; a row before the block is zero."""
@@ -108,44 +154,11 @@ class DFlash:
         return convolve(1, sublayer(convolve(0, x)))
 
     def attention(self, index: int, context: Tensor, block: Tensor) -> Tensor:
-        d, layer = self.dims, f"layers.{index}"
-        both = torch.cat([context, block])
-        positions = torch.arange(len(both))
-        query = self.turn(self.heads(layer, "q", block), positions[len(context) :])
-        key = self.turn(self.heads(layer, "k", both), positions)
-        value = self.heads(layer, "v", both)
-        key, value = (t.repeat_interleave(d.num_heads // d.num_kv_heads, dim=1) for t in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(d.head_dim)
-        ahead = positions[None, :] - positions[len(context) :, None]  # of each query, where each key is
+        d = self.dims
+        ahead = torch.arange(len(context) + len(block)) - torch.arange(len(context), len(context) + len(block))[:, None]
+        hidden = torch.zeros_like(ahead, dtype=torch.bool)
         if d.causal and d.causal[index]:
-            scores = scores.masked_fill(ahead > 0, -torch.inf)
+            hidden |= ahead > 0
         if d.windows and d.windows[index]:
-            scores = scores.masked_fill(ahead.abs() >= d.windows[index], -torch.inf)
-        seen = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
-        return seen.flatten(1) @ self.w[f"{layer}.self_attn.o_proj.weight"].T
-
-    def heads(self, layer: str, part: str, rows: Tensor) -> Tensor:
-        """Queries, keys or values [rows, heads, D], the first two normed per head, and with a bias where the checkpoint
-        has those tensors."""
-        projection, norm = f"{layer}.self_attn.{part}_proj", f"{layer}.self_attn.{part}_norm"
-        x = rows @ self.w[f"{projection}.weight"].T + self.w.get(f"{projection}.bias", torch.zeros(1))
-        x = x.unflatten(-1, (-1, self.dims.head_dim))
-        return self.norm(x, norm) if f"{norm}.weight" in self.w else x
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self.w[f"{name}.weight"]
-
-    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding: halves (a, b) of each head, as complex a + ib, turned by position · θ^(−2j/D), or by
-        transformers' own scaled frequencies."""
-        half = self.dims.head_dim // 2
-        speed = self.dims.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        magnitude = 1.0
-        if self.dims.rope_scaling:
-            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](
-                AutoConfig.from_pretrained(self.directory), "cpu"
-            )
-        angle = positions[:, None, None] * speed.double()
-        turn = torch.polar(torch.full_like(angle, magnitude), angle)
-        turned = torch.complex(*x.double().split(half, dim=-1)) * turn
-        return torch.cat([turned.real, turned.imag], dim=-1).float()
+            hidden |= ahead.abs() >= d.windows[index]
+        return self.attend(f"layers.{index}", torch.cat([context, block]), hidden)

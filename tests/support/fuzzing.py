@@ -94,20 +94,8 @@ def mutate_weights(data: bytes, rng: random.Random) -> bytes:
         return data + rng.randbytes(rng.choice((1, 8, 4096)))
     if kind < 0.3:
         return data[: rng.randrange(len(data))]
-    header = _change_offsets(header, rng) if kind < 0.5 else mutate_json(header.decode(), rng)
+    header = mutate_json(header.decode(), rng)
     return struct.pack("<Q", len(header)) + header + values
-
-
-def _change_offsets(header: bytes, rng: random.Random) -> bytes:
-    """Entries that overlap, leave holes, or are no integers."""
-    entries = json.loads(header)
-    names = [name for name in entries if name != "__metadata__"]
-    first, kind = entries[names[0]]["data_offsets"], rng.randrange(6)
-    for name in names if rng.random() < 0.5 else rng.sample(names, 1):
-        begin, end = entries[name]["data_offsets"]
-        changes = [0, end - begin], [float(begin), float(end)], [str(begin), str(end)], [begin + 4, end + 4], first
-        entries[name]["data_offsets"] = (*changes, [end, begin])[kind]
-    return json.dumps(entries).encode()
 
 
 def linked_copy(source: Path, destination: Path) -> Path:

@@ -42,13 +42,7 @@ def vllm(prompt: str = PROMPT, *, stream: bool = False, **sampling: Any) -> dict
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as reference:
-        yield reference
-
-
-@pytest.fixture(scope="module")
-def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+def instance(llm: LLM, tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     repository, before = tmp_path_factory.mktemp("models"), set(threading.enumerate())
     with loaded(export_triton(tiny_engine, repository, "m", max_queue=0, link=True)) as running:
         yield running
@@ -167,7 +161,8 @@ def test_a_timeout_frees_the_slot(instance: Instance, options: dict[str, Any]) -
 
 
 def test_a_full_queue_is_refused_and_the_others_go_on(instance: Instance, llm: LLM) -> None:
-    slots = int(instance.metrics["ddtree_slots"])
+    slots, engine_llm = int(instance.metrics["ddtree_slots"]), instance.model._service._llm
+    wait_for(lambda: engine_llm.running + engine_llm.waiting == 0)  # the gauges may be those of a moment ago
     sampling: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "method": "ar"}
     engine = passes(instance)
     engine.hold()
@@ -301,66 +296,81 @@ def test_a_broken_engine_says_why(tiny_engine: Path, tmp_path: Path) -> None:
 
 def call(inputs: dict[str, Any], layout: Layout = TRTLLM, **options: Any) -> Any:
     declared = frozenset({"text_output", "num_output_tokens", layout.log_probs})
-    arguments: dict[str, Any] = {
-        "parameters": {},
-        "timeout_us": 0,
-        "requested": declared,
-        "declared": declared,
-    } | options
-    return parse({"text_input": strings("x"), **inputs}, layout, **arguments)
+    plain: dict[str, Any] = {"parameters": {}, "timeout_us": 0, "requested": declared, "declared": declared}
+    return parse({"text_input": strings("x"), **inputs}, layout, **plain | options)
 
 
-def test_tensors_become_the_parameters_they_name() -> None:
-    params = call(
+def one(value: object, dtype: type | None = None) -> np.ndarray:
+    return np.array([[value]], dtype)
+
+
+def guide(kind: str, text: str | None = None) -> dict[str, np.ndarray]:
+    given = {} if text is None else {"guided_decoding_guide": strings(text)}
+    return {"guided_decoding_guide_type": strings(kind), **given}
+
+
+def sampling(text: str) -> dict[str, np.ndarray]:
+    return {"sampling_parameters": strings(text)}
+
+
+TITLE = StructuredOutput(json_schema={"title": "A"})
+# Layout, tensors, request parameters, and what they mean.
+CALLS: list[tuple[Layout, dict[str, Any], dict[str, Any], SamplingParams]] = [
+    (
+        TRTLLM,
         {
-            "max_tokens": np.array([[9]], np.int32),
-            "min_length": np.array([[2]], np.int32),
-            "temperature": np.array([[0.7]], np.float32),
-            "top_p": np.array([[0.9]], np.float32),
-            "seed": np.array([[2**63 + 1]], np.uint64),
-            "num_return_sequences": np.array([3], np.int32),
-            "num_draft_tokens": np.array([[8]], np.int32),
-            "stop_words": strings("a", "", "b"),
-            "end_id": np.array([[5]], np.int32),
+            "max_tokens": one(9, np.int32), "min_length": one(2, np.int32), "top_p": one(0.9, np.float32),
+            "temperature": one(0.7, np.float32),  # not float32's 0.699999988
+            "seed": one(2**63 + 1, np.uint64), "num_return_sequences": np.array([3], np.int32),
+            "num_draft_tokens": one(8, np.int32), "stop_words": strings("a", "", "b"), "end_id": one(5, np.int32),
             "return_log_probs": np.array([True]),
-            "sampling_parameters": strings('{"method": "dflash", "logit_bias": {"4": -100}}'),
-        }
-    ).params
-    assert params == SamplingParams(
-        max_tokens=9,
-        min_tokens=2,
-        temperature=0.7,  # not float32's 0.699999988
-        top_p=0.9,
-        seed=2**63 + 1,
-        n=3,
-        tree_budget=8,
-        stop=("a", "b"),
-        stop_token_ids=(5,),
-        ignore_eos=True,
-        logprobs=0,
-        method="dflash",
-        logit_bias={4: -100},
-    )
+            **sampling('{"method": "dflash", "logit_bias": {"4": -100}}'),
+        },
+        {},
+        SamplingParams(
+            max_tokens=9, min_tokens=2, top_p=0.9, temperature=0.7, seed=2**63 + 1, n=3, tree_budget=8, stop=("a", "b"),
+            stop_token_ids=(5,), ignore_eos=True, logprobs=0, method="dflash", logit_bias={4: -100},
+        ),
+    ),
+    (  # vLLM's clients send numbers as text, and defaults that change nothing
+        VLLM,
+        {},
+        {
+            "temperature": "0.5", "max_tokens": "7", "top_k": "-1", "ignore_eos": "True", "stop": "12",
+            "logprobs": False, "best_of": 1, "use_beam_search": "false", "length_penalty": 1.0, "seed": None,
+            "id": "x", "triton_final": 1,
+        },
+        SamplingParams(temperature=0.5, max_tokens=7, ignore_eos=True, stop=("12",)),
+    ),
+    (  # what clients send without need
+        TRTLLM,
+        {
+            "beam_width": one(1, np.int32), "length_penalty": one(1.0, np.float32), "bad_words": strings("", ""),
+            "use_draft_logits": np.array([False]), "pad_id": one(2), **guide(""),
+        },
+        {},
+        SamplingParams(),
+    ),
+    *(
+        (TRTLLM, inputs, parameters, SamplingParams(structured=structured))
+        for inputs, parameters, structured in (
+            (sampling('{"structured": {"regex": "A+"}}'), {}, StructuredOutput(regex="A+")),
+            ({}, {"structured": '{"regex": "A+"}'}, StructuredOutput(regex="A+")),
+            (sampling('{"guided_json": {"title": "A"}}'), {}, TITLE),
+            (sampling('{"guided_choice": ["A", "b"]}'), {}, StructuredOutput(choice=("A", "b"))),
+            (guide("json_schema", '{"title": "A"}'), {}, TITLE),
+            (guide("json"), {}, StructuredOutput(json_object=True)),
+            (guide("regex", "A"), {}, StructuredOutput(regex="A")),
+        )
+    ),
+]  # fmt: skip
 
 
-def test_vllm_clients_send_numbers_as_text_and_defaults_that_change_nothing() -> None:
-    given = {
-        "temperature": "0.5",
-        "max_tokens": "7",
-        "top_k": "-1",
-        "ignore_eos": "True",
-        "stop": "12",
-        "logprobs": False,
-    }
-    neutral = {"best_of": 1, "use_beam_search": "false", "length_penalty": 1.0, "seed": None}
-    wanted = SamplingParams(temperature=0.5, max_tokens=7, ignore_eos=True, stop=("12",))
-    assert call({}, VLLM, parameters={**given, **neutral, "id": "x", "triton_final": 1}).params == wanted
-
-
-def test_tensors_that_clients_send_without_need_are_taken() -> None:
-    plain = {"beam_width": np.array([[1]], np.int32), "length_penalty": np.array([[1.0]], np.float32)}
-    plain |= {"bad_words": strings("", ""), "use_draft_logits": np.array([False]), "pad_id": np.array([[2]])}
-    assert call(plain).params == SamplingParams()
+@pytest.mark.parametrize(("layout", "inputs", "parameters", "expected"), CALLS)
+def test_requests_become_the_parameters_they_name(
+    layout: Layout, inputs: dict[str, Any], parameters: dict[str, Any], expected: SamplingParams
+) -> None:
+    assert call(inputs, layout, parameters=parameters).params == expected
 
 
 def test_outputs_are_those_listed_or_switched_on() -> None:
@@ -377,38 +387,16 @@ def test_only_an_unstreamed_vllm_text_begins_with_the_prompt_by_default() -> Non
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected"),
+    ("inputs", "message"),
     [
-        ({"sampling_parameters": strings('{"structured": {"regex": "A+"}}')}, StructuredOutput(regex="A+")),
         (
-            {"sampling_parameters": strings('{"guided_json": {"title": "A"}}')},
-            StructuredOutput(json_schema={"title": "A"}),
+            {**guide("json"), **sampling('{"guided_regex": "a"}')},
+            "structured is given twice, the second time by sampling_parameters",
         ),
-        ({"sampling_parameters": strings('{"guided_choice": ["A", "b"]}')}, StructuredOutput(choice=("A", "b"))),
-        (
-            {"guided_decoding_guide_type": strings("json_schema"), "guided_decoding_guide": strings('{"title": "A"}')},
-            StructuredOutput(json_schema={"title": "A"}),
-        ),
-        ({"guided_decoding_guide_type": strings("json")}, StructuredOutput(json_object=True)),
-        (
-            {"guided_decoding_guide_type": strings("regex"), "guided_decoding_guide": strings("A")},
-            StructuredOutput(regex="A"),
-        ),
-        ({"guided_decoding_guide_type": strings("")}, None),
+        (guide("json_schema", "{"), "guided_decoding_guide: the schema is not JSON"),
+        (guide("xml"), "guided_decoding_guide_type must be one of json, json_schema, regex"),
     ],
-    ids=str,
 )
-def test_constraints_on_the_output(inputs: dict[str, Any], expected: StructuredOutput | None) -> None:
-    assert call(inputs).params.structured == expected
-
-
-def test_constraints_as_request_parameters() -> None:
-    found = call({}, parameters={"structured": '{"regex": "A+"}'}).params.structured
-    assert found == StructuredOutput(regex="A+")
-    both = {"guided_decoding_guide_type": strings("json"), "sampling_parameters": strings('{"guided_regex": "a"}')}
-    with pytest.raises(UsageError, match="structured is given twice, the second time by sampling_parameters"):
-        call(both)
-    with pytest.raises(UsageError, match="guided_decoding_guide: the schema is not JSON"):
-        call({"guided_decoding_guide_type": strings("json_schema"), "guided_decoding_guide": strings("{")})
-    with pytest.raises(UsageError, match="guided_decoding_guide_type must be one of json, json_schema, regex"):
-        call({"guided_decoding_guide_type": strings("xml")})
+def test_constraints_that_are_refused(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(inputs)

@@ -70,7 +70,7 @@ def read_config(directory: Path) -> ModelConfig:
     if (directory / _MASK_EMBEDDING).is_file():
         problem = f"{directory} has {_MASK_EMBEDDING}, an embedding of the mask, which is not implemented"
         raise CheckpointError(f"{problem}; use a drafter without one")
-    decoder = dialect.decoder_fields(fields)
+    decoder = fields.section(dialect.decoder) if dialect.decoder else fields
     family = _family(decoder, architectures(fields), dialect)
     dialect.refuse_unknown(fields, family)
     quantization = read_quantization(directory, fields)

@@ -6,7 +6,7 @@ kinds; no other room knows a foreign field of a drafter. A field that is not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -118,10 +118,6 @@ class Dialect:
         old = next((old for old in self.renamed if name.startswith(old)), "")
         return self.renamed.get(old, "") + name[len(old) :]
 
-    def decoder_fields(self, fields: Fields) -> Fields:
-        """The object that states the decoder."""
-        return fields.section(self.decoder) if self.decoder else fields
-
     def refuse_unknown(self, fields: Fields, family: Family) -> None:
         """Raises the fields' error for the first field of a config.json, whose decoder is of this family, that is not
         implemented."""
@@ -137,7 +133,10 @@ def refuse_unknown(fields: Fields, table: Known) -> None:
     value."""
     # Known fields first, in the table's order: their messages say more than those for unknown ones.
     for name, values in table.items():
-        if values is not None and fields.has(name) and not any(_same(fields.data[name], v) for v in values):
+        given = fields.data.get(name)
+        # As JSON: true is not 1, but 1.0 is.
+        same = (isinstance(given, bool) == isinstance(value, bool) and given == value for value in values or ())
+        if values is not None and given is not None and not any(same):
             implemented = " or ".join(str(v).lower() if isinstance(v, bool) else repr(v) for v in values) or "null"
             raise _not_implemented(fields, name, f"only {implemented} is")
     for name in sorted(name for name in fields.data if fields.has(name) and name not in table):
@@ -148,11 +147,6 @@ def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
     """The error for a field; `hint` replaces the source's advice, since the file may be as it was published."""
     hinted = replace(fields, source=replace(fields.source, advice=hint))
     return hinted.fault(name, f"is {shown(fields.data[name])}, which is not implemented")
-
-
-def _same(value: Any, wanted: Any) -> bool:
-    """Equal as JSON: true is not 1, 1.0 is."""
-    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
 
 
 # Which dialect a file is
@@ -171,13 +165,6 @@ LANGUAGE_MODEL = Dialect(
 )
 
 
-def _dialects() -> Iterator[Dialect]:
-    """Those of drafters, in the order of their kinds."""
-    for kind in KINDS.values():
-        if "dialects" in kind.halves:
-            yield from kind.load("dialects")
-
-
 def architectures(fields: Fields) -> list[str]:
     """The classes that the file names; it may leave them out."""
     return fields.optional("architectures", list[str]) or []
@@ -186,7 +173,8 @@ def architectures(fields: Fields) -> list[str]:
 def dialect_of(fields: Fields) -> Dialect:
     """By the type of speculators' layout, else by the class, else by the mark. What is none of these is a language
     model, whose known fields are no other drafter's."""
-    dialects = list(_dialects())
+    kinds = [kind for kind in KINDS.values() if "dialects" in kind.halves]
+    dialects: list[Dialect] = [dialect for kind in kinds for dialect in kind.load("dialects")]
     if fields.has(SPECULATORS_TYPE) or fields.has(SPECULATORS_DECODER):
         types = {dialect.speculators: dialect for dialect in dialects if dialect.speculators}
         if (kind := fields.text(SPECULATORS_TYPE)) not in types:

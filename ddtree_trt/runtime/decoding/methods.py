@@ -87,27 +87,6 @@ def _draws(candidates: Candidates, budget: int, draw: Draw) -> Iterator[DrawnFro
         row = int(rows[token_ids == drawn.token][0])
 
 
-# K, the candidates per position that a method asks the drafter for: functions of the budget and of whether the request
-# samples.
-
-
-def _as_many_as_nodes(budget: int, stochastic: bool) -> int:
-    return budget
-
-
-def _one(budget: int, stochastic: bool) -> int:
-    return 1
-
-
-def _children(budget: int, stochastic: bool) -> int:
-    """As many as EAGLE's rule expands: a node has no more children in its tree."""
-    return min(budget, EXPANDED)
-
-
-def _enough_to_draw_from(budget: int, stochastic: bool) -> int:
-    return SAMPLED_CANDIDATES if stochastic else 1
-
-
 @dataclass(frozen=True)
 class Method:
     """A way to make the tree of a round."""
@@ -116,7 +95,8 @@ class Method:
     makes: str  # description of the tree, for help and documents
     drafted: Drafts | None  # what a drafter must draft at a time; None: it drafts nothing, and works with every one
     propose: Callable[[Draft, int, Draw], Proposal]
-    candidates: Callable[[int, bool], int] = _one
+    # K, the candidates per position to ask the drafter for, of the budget and of whether the request samples
+    candidates: Callable[[int, bool], int] = lambda budget, stochastic: 1
     weighs_costs: bool = False  # the budget `auto` is chosen by the costs of rounds; else it is the whole draft
     branches: bool = False  # makes trees, which are measured at several budgets; else chains
     draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on the drafts
@@ -149,7 +129,7 @@ DDTREE = Method(
     makes="the B most probable prefixes (best-first heap)",
     drafted="block",
     propose=_tree,
-    candidates=_as_many_as_nodes,
+    candidates=lambda budget, stochastic: budget,
     weighs_costs=True,
     branches=True,
     host_reason=None,
@@ -171,7 +151,7 @@ DFLASH_SAMPLE = Method(
     makes="a chain drawn from the drafter",
     drafted="block",
     propose=_drawn_chain,
-    candidates=_enough_to_draw_from,
+    candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
     draws=True,
 )
 DRAFT_MODEL = Method(
@@ -179,7 +159,7 @@ DRAFT_MODEL = Method(
     makes="a chain drawn from a small autoregressive model",
     drafted="tokens",
     propose=_drawn_chain,
-    candidates=_enough_to_draw_from,
+    candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
     weighs_costs=True,
     draws=True,
 )
@@ -189,7 +169,7 @@ EAGLE = Method(
     makes="the most probable prefixes of a tree that an EAGLE-3 drafter grows level by level",
     drafted="levels",
     propose=_tree,
-    candidates=_children,
+    candidates=lambda budget, stochastic: min(budget, EXPANDED),  # as many as EAGLE's rule expands
     weighs_costs=True,
     branches=True,
     host_reason="grows its tree level by level",

@@ -30,7 +30,7 @@ class Limits:
     stack_bytes: int = 1 << 20  # half of the least that a thread of this process has
 
 
-class Judge:
+class Judge(WorkerProcess):
     """A process that tries constraints, started when it is needed. Thread-safe."""
 
     def __init__(
@@ -42,22 +42,16 @@ class Judge:
         limits: Limits | None = None,
     ) -> None:
         """`tokenizer`: its JSON text; the others as for GrammarCompiler."""
-        greeting = {
-            "tokenizer": tokenizer,
-            "special_tokens": special_tokens,
-            "vocab_size": vocab_size,
-            "stop_ids": sorted(stop_ids),
-        }
+        vocabulary = [tokenizer, special_tokens, vocab_size, sorted(stop_ids)]
         argument = json.dumps(asdict(limits or Limits()))
-        self._process = WorkerProcess(_MODULE, argument, _CANNOT, json.dumps(greeting).encode() + b"\n")
-        self.close = self._process.close
+        super().__init__(_MODULE, argument, _CANNOT, json.dumps(vocabulary).encode() + b"\n")
 
     def check(self, structured: StructuredOutput) -> None:
         """Raises UsageError, which says why, for a constraint that cannot be used, EngineError where the process cannot
         be started or ends."""
         request = json.dumps(asdict(structured)).encode() + b"\n"
         try:
-            answer = self._process.ask(request, _ANSWER_S, _ANSWER_BYTES)
+            answer = self.ask(request, _ANSWER_S, _ANSWER_BYTES)
         except TimeoutError:
             raise EngineError(f"{_CANNOT}: no answer in {_ANSWER_S:g} s; try again") from None
         if "limit" in answer:

@@ -33,9 +33,8 @@ def main() -> None:
     limits = json.loads(sys.argv[1])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # only answers go to stdout
-    given = json.loads(requests.readline())
-    tokenizer = _Stored(given["tokenizer"], given["special_tokens"])
-    compiler = GrammarCompiler(tokenizer, given["vocab_size"], frozenset(given["stop_ids"]))
+    text, special_tokens, vocab_size, stop_ids = json.loads(requests.readline())
+    compiler = GrammarCompiler(_Stored(text, special_tokens), vocab_size, frozenset(stop_ids))
     try:
         compiler.try_out(StructuredOutput(regex="(?s:.)*"))  # loads what the forks share
     except DDTreeError as error:

@@ -116,7 +116,7 @@ def test_a_flat_drafter_is_no_language_model(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "is not valid JSON"),
-        ('{"eos_token_id": NaN}', "is not valid JSON"),
+        *((f'{{"eos_token_id": {number}}}', "is not valid JSON") for number in ("NaN", "-Infinity")),
         ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
         ("[]", "is not a JSON object but []"),
         (" " * (5 << 20), "more than 4 MiB"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import eagle_weights, make_eagle, make_target, refusal, write_weights
+from checkpoints import drafter_weights as eagle_weights
+from checkpoints import make_eagle, make_target, refusal, write_weights
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
 from ddtree_trt.build.checkpoint.config import read_config

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from build_faults import assert_refused, fingerprint
 from checkpoints import make_drafter, make_pair, make_target
-from command_line import Cli, in_this_process
+from command_line import Cli
 from quantized import quantize
 from tensorrt_builds import DIMS
 
@@ -30,11 +30,6 @@ from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 PLANS = ("target.plan", "drafter.plan", "compaction.plan")
 RTX = ["--backend", "tensorrt-rtx"]
 SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return in_this_process(capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -26,20 +26,6 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
 from ddtree_trt.plugins import library
 
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Without our plugin library: engines get native attention."""
-    (tmp_path / "native").mkdir()
-    return Machine(tmp_path / "native", monkeypatch)
-
-
-@pytest.fixture
-def with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    (tmp_path / "native").mkdir()
-    return Machine(tmp_path / "native", monkeypatch, plugins=True)
-
-
 SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
 TOOLCHAIN = {
     "tensorrt": "11.4.0.106",

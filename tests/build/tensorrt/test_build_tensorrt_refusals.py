@@ -27,19 +27,6 @@ PLUGIN: dict[str, Any] = {"attention": "plugin"}
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Without our plugin library: engines get native attention, from the real builder."""
-    (tmp_path / "native").mkdir()
-    return Machine(tmp_path / "native", monkeypatch)
-
-
-@pytest.fixture
-def with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    (tmp_path / "native").mkdir()
-    return Machine(tmp_path / "native", monkeypatch, plugins=True)
-
-
-@pytest.fixture
 def mine(tmp_path: Path) -> dict[str, Any]:
     """A pair that is parsed and compiled quickly."""
     target, drafter = make_pair(tmp_path / "pair", **DIMS)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -22,31 +21,9 @@ from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES, Make
 from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.registry import kind_of
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, language_model_shapes
-from ddtree_trt.plugins import MaskMode
-
-# The shapes in the config.json files of Qwen/Qwen3-4B, Qwen/Qwen3-8B and of their drafters at z-lab.
-_COMMON: dict[str, Any] = {
-    "vocab_size": 151936,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "num_heads": 32,
-    "rms_norm_eps": 1e-6,
-}
-_COMMON |= {"rope_theta": 1e6, "max_positions": 40960}
-_WIDTHS: dict[str, dict[str, Any]] = {
-    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288},
-}
-_TIED = {"qwen3-4b": True, "qwen3-8b": False}
-_DFLASH: dict[str, Any] = {
-    "block_size": 16,
-    "mask_token_id": 151669,
-    "tap_layers": (1, 9, 17, 25, 33),
-    "num_target_layers": 36,
-}
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, language_model_shapes
+from workbench.random_pair import SHAPES
 
 
 class SparseWeights:
@@ -79,37 +56,31 @@ def zeros(shapes: dict[str, tuple[int, ...]]) -> Callable[[str], np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=["qwen3-4b", "qwen3-8b"])
-def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both graphs of a preset, written beside their sparse weights."""
-    name, folder = request.param, tmp_path_factory.mktemp("full")
-    dims = TransformerDims(**_COMMON, **_WIDTHS[name], num_layers=36)
-    drafter = DFlashDims(**_COMMON, **_WIDTHS[name], **_DFLASH, num_layers=5)
-    limits, tied = PRESETS[name].limits, _TIED[name]
+def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelProto]:
+    """Both graphs of a preset, checked beside their sparse weights."""
+    shape, limits, folder = SHAPES[request.param], PRESETS[request.param].limits, tmp_path_factory.mktemp("full")
+    dims, drafter, kind, tied = shape.target, shape.drafter, kind_of(shape.drafter), shape.tied
     weights = zeros(language_model_shapes(dims, tied=tied))
-    paths = {}
+    own = SimpleNamespace(kind=kind, dims=drafter, tensor=zeros(kind.shapes(tied=tied)))
+    its_target = SimpleNamespace(tensor=weights, tie_word_embeddings=tied)
+    found = {}
     for network in ("target", "drafter"):
         sink = SparseWeights(folder / f"{network}.bin")
         g = PluginGraph(network, sink, "bfloat16")
         if network == "target":
             model = build_target_graph(g, dims, weights, tap_layers=drafter.tap_layers, limits=limits, tied=tied)
         else:
-            kind = kind_of(drafter)
-            own = SimpleNamespace(kind=kind, dims=drafter, tensor=zeros(kind.shapes(tied=tied)))
-            its_target = SimpleNamespace(tensor=weights, tie_word_embeddings=tied)
             model = kind.load("graph")(g, own, its_target, limits)
         sink.close()
-        paths[network] = folder / f"{network}.onnx"
-        paths[network].write_bytes(model.SerializeToString())
-    return paths
+        path = folder / f"{network}.onnx"
+        path.write_bytes(model.SerializeToString())
+        onnx.checker.check_model(str(path), full_check=False)
+        found[network] = model
+    return found
 
 
-def load(path: Path) -> ModelProto:
-    return onnx.load(str(path), load_external_data=False)
-
-
-def test_every_operator_is_one_tensorrt_has(graphs: dict[str, Path]) -> None:
-    for path in graphs.values():
-        model = load(path)
+def test_every_operator_is_one_tensorrt_has(graphs: dict[str, ModelProto]) -> None:
+    for model in graphs.values():
         assert {node.op_type for node in model.graph.node if not node.domain} <= SUPPORTED
         ours = [node for node in model.graph.node if node.domain]
         layers = sum(value.name.startswith("past_key") for value in model.graph.input)
@@ -117,12 +88,10 @@ def test_every_operator_is_one_tensorrt_has(graphs: dict[str, Path]) -> None:
         assert len({node.name for node in model.graph.node}) == len(model.graph.node), "errors name nodes"
 
 
-@pytest.mark.parametrize(("network", "mode"), [("target", MaskMode.TREE), ("drafter", MaskMode.NONE)])
-def test_checker_and_strict_shape_inference(graphs: dict[str, Path], network: str, mode: MaskMode) -> None:
+@pytest.mark.parametrize("network", ["target", "drafter"])
+def test_strict_shape_inference(graphs: dict[str, ModelProto], network: str) -> None:
     """Through the plugin too, whose function body stands in for its shape rules."""
-    path = graphs[network]
-    onnx.checker.check_model(str(path), full_check=False)
-    model = with_body(load(path))
+    model = with_body(graphs[network])
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     known = {v.name: v.type.tensor_type for v in (*inferred.graph.value_info, *inferred.graph.output)}
     halves = {TensorProto.BFLOAT16, TensorProto.FLOAT}
@@ -140,11 +109,11 @@ def test_checker_and_strict_shape_inference(graphs: dict[str, Path], network: st
     assert {v.type.tensor_type.elem_type for v in model.graph.input} <= {TensorProto.INT32, *halves}
 
 
-def test_inputs_and_outputs_are_the_contract(graphs: dict[str, Path]) -> None:
+def test_inputs_and_outputs_are_the_contract(graphs: dict[str, ModelProto]) -> None:
     limits = Limits(max_seq_len=4096, max_batch=4)
     words, rows = -(-limits.max_tokens_per_pass // 32), limits.cache_rows
-    for network, path in graphs.items():
-        graph = load(path).graph
+    for network, model in graphs.items():
+        graph = model.graph
         shapes = {
             v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
             for v in (*graph.input, *graph.output)
@@ -162,10 +131,10 @@ def test_inputs_and_outputs_are_the_contract(graphs: dict[str, Path]) -> None:
             assert shapes[names.LOG_PROBS] == shapes[names.CANDIDATES] == ["N", 15, 256]
 
 
-def test_logits_are_a_product_of_float32(graphs: dict[str, Path]) -> None:
+def test_logits_are_a_product_of_float32(graphs: dict[str, ModelProto]) -> None:
     """Summed and kept in float32: a product of halves would be rounded to halves before anything could cast it."""
-    for network, path in graphs.items():
-        graph = load(path).graph
+    for network, model in graphs.items():
+        graph = model.graph
         kinds = {v.name: v.type.tensor_type.elem_type for v in graph.input}
         assert kinds[names.HEAD] == TensorProto.FLOAT != kinds[names.EMBEDDING]
         (product,) = (node for node in graph.node if names.HEAD in node.input)
@@ -177,15 +146,15 @@ def test_logits_are_a_product_of_float32(graphs: dict[str, Path]) -> None:
         assert "Cast" not in readers
 
 
-def test_the_tables_are_no_weights(graphs: dict[str, Path]) -> None:
+def test_the_tables_are_no_weights(graphs: dict[str, ModelProto]) -> None:
     """The embedding and the head are inputs; nothing of that size is in a plan."""
-    for path in graphs.values():
-        sizes = {t.name: int(np.prod(t.dims)) for t in load(path).graph.initializer}
+    for model in graphs.values():
+        sizes = {t.name: int(np.prod(t.dims)) for t in model.graph.initializer}
         assert not {EMBEDDING, HEAD} & set(sizes) and max(sizes.values()) < 151936 * 2560
 
 
-def test_attributes_the_plugin_is_found_by(graphs: dict[str, Path]) -> None:
-    (node, *_) = (n for n in load(graphs["target"]).graph.node if n.domain)
+def test_attributes_the_plugin_is_found_by(graphs: dict[str, ModelProto]) -> None:
+    (node, *_) = (n for n in graphs["target"].graph.node if n.domain)
     found = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     assert set(found) == {*plugins.ATTENTION_ATTRIBUTES, "plugin_namespace", "plugin_version"}
     assert (found["plugin_namespace"], found["plugin_version"]) == (b"ddtree", b"1")

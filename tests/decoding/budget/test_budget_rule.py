@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from profiles import CHAINS, CPU, GPU, SLOW_CPU, make_budgets, make_profile
 from scripted import ScriptedEngine, completion, finish
 from scripted_models import Good, MarkovTarget
-from simulated import DEPTH, GOOD, LIAR, UNSURE, Quality, decode, in_turn, random_tree, shared_budgets, text
 
+from ddtree_trt.drafters.kind import Drafts
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LEAST_DRAFTS,
@@ -21,16 +24,16 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     PROBE,
     AutoBudget,
     AutoBudgets,
+    Budget,
     Calibration,
     FixedBudget,
-    Proposes,
     RoundPlan,
     SlotInput,
 )
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 from workbench.drafts import Text
 from workbench.judge import MACHINES, Machine, play
 
@@ -44,6 +47,84 @@ LEARN = Costs.learn  # before the fixture of all tests has rounds correct nothin
 @pytest.fixture(autouse=True)
 def learning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Costs, "learn", LEARN)
+
+
+# Answers and drafts of given quality, in simulated time
+
+DEPTH, VOCAB = 15, 16
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How often the target takes what the drafter thinks it does (`trust`), and how sure the drafter is (`sharp`, the
+    parameter of the Dirichlet its marginals are drawn from: the smaller, the surer)."""
+
+    trust: float
+    sharp: float = 0.02
+
+
+GOOD = Quality(1.0)
+LIAR = Quality(0.0)  # sure of itself and always wrong
+UNSURE = Quality(0.3, sharp=1.0)  # knows nothing, and knows it
+
+
+def text(quality: Quality, tokens: int, seed: int = 0) -> Text:
+    """An answer of `tokens` tokens behind the first, whose ids are the drafter's ranks, or VOCAB for none of them."""
+    rng = np.random.default_rng(seed)
+    places = tokens + DEPTH
+    marginals = np.sort(rng.dirichlet(np.full(VOCAB, quality.sharp), places))[:, ::-1]
+    log_probs = np.log(np.maximum(marginals, 1e-12)).astype(np.float32)
+    ranks = (rng.random((places, 1)) > np.cumsum(marginals, 1)).sum(1)
+    said = np.where(rng.random(places) < quality.trust, ranks, VOCAB)[:tokens]
+    rows = np.arange(tokens)[:, None] + np.arange(DEPTH)
+    ids = np.broadcast_to(np.arange(VOCAB, dtype=np.int32), (DEPTH, VOCAB))
+    return Text([0, *said.tolist()], [Marginals(drafted, ids) for drafted in log_probs[rows]])
+
+
+@dataclass
+class Spent:
+    """Of one request."""
+
+    seconds: float = 0.0
+    rounds: int = 0
+    drafts: int = 0
+    tokens: int = 0
+
+
+def decode(answer: Text, budget: Budget, profile: Profile, *, chains: bool = False) -> Spent:
+    """One request in the profile's own time. `chains`: the drafter drafts token by token."""
+    spent, place, left = Spent(), 0, len(answer.tokens) - 1
+    while left:
+        plan = RoundPlan([SlotInput(budget, 0, left)])
+        (most,), tree = plan.ceilings(), EMPTY
+        if most:
+            drafted = chain(np.zeros(min(most, DEPTH), np.int32)) if chains else answer.tree(place, most)
+            (nodes,) = plan.choose([drafted])
+            tree = drafted.cut(nodes)
+        path = answer.path(place, tree)
+        if isinstance(budget, AutoBudget) and plan.decisions[0] is not None:
+            budget.observe(plan.decisions[0], tree, path, ends=len(path) == left)
+        near = profile.near
+        passes = (most if chains else 1) if most else 0
+        spent.seconds += passes * near.draft_s + float(near.verify_s(np.array(1 + len(tree))))
+        spent.rounds, spent.drafts, spent.tokens = spent.rounds + 1, spent.drafts + bool(most), spent.tokens + len(path)
+        place, left = place + len(path), left - len(path)
+    return spent
+
+
+def in_turn(answers: Sequence[Text], shared: AutoBudgets, profile: Profile, **options: bool) -> list[Spent]:
+    """Requests one after the other, with automatic budgets."""
+    return [decode(answer, AutoBudget(shared), profile, **options) for answer in answers]
+
+
+def shared_budgets(profile: Profile, *, chains: bool = False) -> AutoBudgets:
+    return make_budgets(profile, DEPTH if chains else 64, DEPTH, "tokens" if chains else "block")
+
+
+def random_tree(rng: np.random.Generator, budget: int, depth: int = 7, sharp: float = 0.1) -> DraftTree:
+    marginals = np.sort(rng.dirichlet(np.full(VOCAB, sharp), depth))[:, ::-1]
+    token_ids = np.tile(np.arange(VOCAB, dtype=np.int32), (depth, 1))
+    return build_tree(np.log(np.maximum(marginals, 1e-12)), token_ids, budget)
 
 
 # What it may cost
@@ -225,7 +306,7 @@ def test_a_draft_that_a_constraint_empties_is_paid() -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from(["block", "tokens", "levels"]))
-def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Proposes) -> None:
+def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -> None:
     rng = np.random.default_rng(seed)
     shared = make_budgets(MANY, 15, 15, proposes)
     budgets = [AutoBudget(shared) for _ in range(7)]

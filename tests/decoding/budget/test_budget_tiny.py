@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from profiles import CPU, make_profile
-from serving import ThreadServer, thread_server
 
 import ddtree_trt
 from ddtree_trt.runtime import core
@@ -46,33 +45,6 @@ def poor_prompts(count: int) -> list[list[int]]:
 
 def good_prompts(count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:count]]
-
-
-def tokens_per_round(server: ThreadServer, prompts: list[str], tokens: int) -> float:
-    """Of chat requests for the prompts, from the server's own metrics."""
-    before = server.figures()
-    for prompt in prompts:
-        assert server.chat(prompt, max_tokens=tokens, temperature=0).status_code == 200
-    after = server.figures()
-    rounds, made = (after[n] - before[n] for n in ("ddtree_rounds_total", "vllm:generation_tokens_total"))
-    return (made - len(prompts)) / rounds  # a prompt's first token comes without a round
-
-
-@pytest.mark.parametrize(("poor", "tokens", "good", "answer"), [(5, 48, 20, 64), (1, 300, 20, 120)])
-def test_poor_requests_do_not_end_drafting_for_a_server(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, poor: int, tokens: int, good: int, answer: int
-) -> None:
-    """Random tokens at a temperature, then questions the pair knows, beside a fresh server."""
-    monkeypatch.setattr(core, "load_or_measure", lambda *_: CPU)
-    asked = good_prompts(good)
-    with thread_server(tiny_engine) as server:
-        fresh = tokens_per_round(server, asked, answer)
-    with thread_server(tiny_engine) as server:
-        for seed, prompt in enumerate(poor_prompts(poor)):
-            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 2.0, "seed": seed, "ignore_eos": True}
-            assert server.http.post("/v1/completions", json=body).status_code == 200
-        assert tokens_per_round(server, asked, answer) >= 0.95 * fresh
-    assert fresh > 5
 
 
 def test_short_answers_half_of_them_poor_keep_their_drafts(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TARGET_DIMS, eagle_weights, make_eagle, make_target
+from checkpoints import TARGET_DIMS, drafter_weights, make_eagle, make_target
 from eagle_truth import Eagle3
+from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close
 
-from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.models.families import QWEN2
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
-from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.tree import TokenTree
 
 K, LEVELS, LAYERS = 5, 4, 8
+Build = Callable[..., Measured]
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "normed-residual": {"norm_before_residual": True},
@@ -72,61 +74,42 @@ class Slot:
         self.tokens += tokens[path].tolist()
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def slots_of(path: Path, build: Build, *, tied: bool = True, longest: int = 512, **shape: Any) -> list[Slot]:
+    """Two slots of an engine of this shape, with positions for `longest` tokens."""
+    target = make_target(path / "target", num_layers=LAYERS, tied=tied, max_positions=longest)
+    drafter = make_eagle(path / "drafter", max_positions=longest, **shape)
+    engine = build(target, drafter, path / "engine", max_batch=2)
+    dims = engine.manifest.drafting.dims
+    assert dims.own_head == shape.get("own_head", True)
+    truth = Truth(target, dims.tap_layers)
+    tables = truth.model.model.embed_tokens, truth.model.lm_head
+    plain = Eagle3(dims, drafter_weights(dims, 1), *(table.weight.detach() for table in tables))
+    return [Slot(engine, n, truth, plain) for n in range(2)]
+
+
+@pytest.mark.parametrize("build", [build_engine, build_torch_engine])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
-    """Of two slots in turn: a prompt in several passes, then rounds of uneven length and one without a draft."""
-    tied = shape != "head-of-the-target"
-    target = make_target(tmp_path / "target", num_layers=LAYERS, tied=tied)
-    drafter = make_eagle(tmp_path / "drafter", **SHAPES[shape])
-    request = BuildRequest("pair", target, drafter, output=tmp_path / "engine", backend=backend, precision="fp32")
-    dims = compile_engine(request).drafting.dims
-    assert dims.own_head == SHAPES[shape].get("own_head", True)
-    tables = target_tables(target)
+def test_rounds(tmp_path: Path, shape: str, build: Build) -> None:
+    """Of two slots in turn: prompts, then rounds of uneven length and one without a draft."""
     rng = np.random.default_rng(3)
-    engine: Any = open_engine(tmp_path / "engine", warm=False)
-    try:
-        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), *tables)
-        slots = [Slot(engine, n, *truth) for n in range(engine.manifest.limits.max_batch)][:2]
-        for slot, size in zip(slots, (11, 1), strict=False):
-            slot.prefill(rng.integers(0, 96, size).tolist())
-        for bonus, path in ((5, [0, 2, 4, 5]), (9, [0]), (30, [0, 1])):
-            for slot in slots:
-                slot.draft(bonus)
-                slot.commit(bonus, path, rng)
+    slots = slots_of(tmp_path, build, tied=shape != "head-of-the-target", **SHAPES[shape])
+    for slot, size in zip(slots, (11, 1), strict=True):
+        slot.prefill(rng.integers(0, 96, size).tolist())
+    for bonus, path in ((5, [0, 2, 4, 5]), (9, [0]), (30, [0, 1])):
         for slot in slots:
-            slot.commit(7, [0, 1, 3], rng)
-            slot.draft(8)
-        slots[0].engine.truncate(0, 9)
-        del slots[0].tokens[9:]
-        assert engine.draftable_length(0) == 9
-    finally:
-        engine.close()
-
-
-def target_tables(target: Path) -> tuple[Any, Any]:
-    """The target's embedding and head, one and the same where they are tied."""
-    from safetensors.numpy import load_file
-
-    tensors = load_file(target / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
-    return embedding, tensors.get("lm_head.weight", embedding)
+            slot.draft(bonus)
+            slot.commit(bonus, path, rng)
+    for slot in slots:
+        slot.commit(7, [0, 1, 3], rng)
+        slot.draft(8)
+    slots[0].engine.truncate(0, 9)
+    assert slots[0].engine.draftable_length(0) == 9
 
 
 def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
     """Longer than a chunk; a drafted row then sees all of it."""
-    target = make_target(tmp_path / "target", num_layers=LAYERS, max_positions=2048)
-    drafter = make_eagle(tmp_path / "drafter", max_positions=2048)
-    request = BuildRequest("pair", target, drafter, output=tmp_path / "engine", backend="onnxruntime")
-    manifest = compile_engine(request)
-    dims, chunk = manifest.drafting.dims, manifest.limits.prefill_chunk
-    rng = np.random.default_rng(4)
-    engine: Any = open_engine(tmp_path / "engine", warm=False)
-    try:
-        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), *target_tables(target))
-        slot = Slot(engine, 0, *truth)
-        for size in (chunk, chunk, 30):
-            slot.prefill(rng.integers(0, TARGET_DIMS.vocab_size, size).tolist())
-        slot.draft(3)
-    finally:
-        engine.close()
+    rng, chunk = np.random.default_rng(4), Limits.prefill_chunk
+    slot, _ = slots_of(tmp_path, build_engine, longest=2048)
+    for size in (chunk, chunk, 30):
+        slot.prefill(rng.integers(0, TARGET_DIMS.vocab_size, size).tolist())
+    slot.draft(3)

@@ -158,10 +158,10 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
     engine.close()
 
 
-def test_the_graph_unused_longest_makes_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_unused_longest_makes_room(
+    machine: Machine, engine: TrtEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.network.MOST_CAPTURED", 2)
-    engine = open_engine(machine.directory)
-    assert isinstance(engine, TrtEngine)
     first, second, third = (VerifyRequest(0, random_tree(np.random.default_rng(0), size, 2048)) for size in (1, 2, 4))
 
     def captures(request: VerifyRequest) -> bool:
@@ -173,8 +173,6 @@ def test_the_graph_unused_longest_makes_room(machine: Machine, monkeypatch: pyte
     assert captures(third), "in place of the second"
     assert not captures(first) and captures(second) and not captures(first)
     assert engine.target.network.graphs == len(machine.cuda.graphs) == 2
-    engine.close()
-    assert not machine.cuda.leaks
 
 
 def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:
@@ -224,21 +222,18 @@ def test_pinned_memory_is_not_overwritten_before_it_was_read() -> None:
     assert not cuda.leaks
 
 
-def test_another_thread_may_take_over(machine: Machine) -> None:
+def test_another_thread_may_take_over(engine: TrtEngine) -> None:
     """As `AsyncLLM` does; every thread begins with GPU 0 as its current one."""
-    engine = open_engine(machine.directory)
     with ThreadPoolExecutor(1) as other:
         said = other.submit(engine.prefill, 0, np.array([5, 6, 7]), rows="last", taps=True).result()
         assert np.asarray(other.submit(np.asarray, said.logits).result()).shape == (1, 2048)
         other.submit(engine.close).result()
-    assert not machine.cuda.leaks
 
 
 # What fails
 
 
-def test_logits_and_states_of_an_earlier_pass_are_gone(machine: Machine) -> None:
-    engine = open_engine(machine.directory)
+def test_logits_and_states_of_an_earlier_pass_are_gone(engine: TrtEngine) -> None:
     said = engine.prefill(0, np.array([5, 6, 7]), rows="last", taps=True)
     engine.prefill(1, np.array([5, 6, 7]), rows="none", taps=True)
     with pytest.raises(EngineError, match="these logits are gone"):
@@ -250,9 +245,7 @@ def test_logits_and_states_of_an_earlier_pass_are_gone(machine: Machine) -> None
         engine.commit(0, np.array([0]), taps=True)
     with pytest.raises(EngineError, match="a tree of 42 tokens, the engine was built for 41"):
         engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(0), 42, 2048))])
-    engine.close()
-    engine.close()
-    assert not machine.cuda.leaks
+    engine.close()  # the fixture does it again
 
 
 @pytest.mark.parametrize(
@@ -264,8 +257,9 @@ def test_logits_and_states_of_an_earlier_pass_are_gone(machine: Machine) -> None
         ("cudaMemcpyAsync", cudaError_t.cudaErrorIllegalAddress, False),
     ],
 )
-def test_errors_carry_cudas_names(machine: Machine, function: str, status: cudaError_t, captures: bool) -> None:
-    engine = open_engine(machine.directory)
+def test_errors_carry_cudas_names(
+    machine: Machine, engine: TrtEngine, function: str, status: cudaError_t, captures: bool
+) -> None:
     engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
     tree = random_tree(np.random.default_rng(0), 5, 2048)
     if not captures:
@@ -278,12 +272,11 @@ def test_errors_carry_cudas_names(machine: Machine, function: str, status: cudaE
         machine.cuda.capturing = None  # what the failed call would have done
     engine.truncate(0, 0)
     engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
-    engine.close()
-    assert not machine.cuda.leaks
 
 
-def test_tensorrts_refusal_ends_the_recording(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = open_engine(machine.directory)
+def test_tensorrts_refusal_ends_the_recording(
+    machine: Machine, engine: TrtEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
     execute = FakeContext.execute_async_v3
 
@@ -297,8 +290,6 @@ def test_tensorrts_refusal_ends_the_recording(machine: Machine, monkeypatch: pyt
     with pytest.raises(EngineError, match="the target cannot run: TensorRT refuses the pass; no kernel for this"):
         engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(0), 5, 2048))])
     assert machine.cuda.capturing is None
-    engine.close()
-    assert not machine.cuda.leaks
 
 
 def test_closing_gives_back_all_it_can(machine: Machine) -> None:

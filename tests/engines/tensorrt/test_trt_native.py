@@ -10,7 +10,6 @@ from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine
 from numerics import path_to, random_tree
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import CacheShape, buckets
 from ddtree_trt.errors import EngineError
@@ -22,11 +21,6 @@ from ddtree_trt.runtime.engines.tensorrt.model import with_idle_trees
 @pytest.fixture(scope="module")
 def lowerings(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
     return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine, FORMS["native"])
-
-
-@pytest.fixture
-def engine(machine: Machine) -> TrtEngine:
-    return TrtEngine.open(machine.directory, load_manifest(machine.directory))
 
 
 def committed(engine: TrtEngine, machine: Machine, slot: int) -> list[NDArray[np.uint8]]:
@@ -73,7 +67,6 @@ def test_an_idle_slot_is_left_as_it_is_though_it_is_full(machine: Machine, engin
     engine.truncate(1, 0)
     round_of_others()
     assert engine.length(1) == engine.draftable_length(1) == 0
-    engine.close()
 
 
 def test_idle_slots_run_along_between_those_of_a_call() -> None:
@@ -95,7 +88,6 @@ def test_verdicts_come_in_the_order_of_the_call(machine: Machine, engine: TrtEng
         (alone,) = engine.verify([VerifyRequest(slot, tree)])
         np.testing.assert_array_equal(verdict.choices, alone.choices)
         np.testing.assert_allclose(logits, np.asarray(alone.logits), atol=1e-4)
-    engine.close()
 
 
 def test_each_slot_and_each_range_has_graphs_of_its_own(machine: Machine, engine: TrtEngine) -> None:
@@ -108,8 +100,6 @@ def test_each_slot_and_each_range_has_graphs_of_its_own(machine: Machine, engine
     network = engine.target.network
     assert network.graphs == 6  # slots 0 and 2 are the range of all three
     assert network.graphs * len(buckets(1 + LIMITS.max_tree_budget)) < 256
-    engine.close()
-    assert not machine.cuda.leaks
 
 
 def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:
@@ -127,11 +117,9 @@ def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:
             engine.commit(slot, path, taps=False)
         assert engine.waits == waits
         assert network.graphs == LIMITS.max_batch, turn
-    engine.close()
 
 
 def test_plans_are_read_without_plugins(machine: Machine, engine: TrtEngine) -> None:
     plans = [call[2] for call in machine.trt.calls if call[1] == "deserialize_cuda_engine"]
     assert plans == [b"the target's plan", b"the drafter's plan", b"the compaction's plan"]
     assert not machine.trt.loaded, "no plugin library"
-    engine.close()

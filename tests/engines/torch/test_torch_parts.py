@@ -18,10 +18,9 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import Attention
+from ddtree_trt.runtime.engines.torch.attention import OPERATORS, Attention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import Pointwise, rotary_tables
 from ddtree_trt.runtime.engines.torch.target import SlotClaims

@@ -9,7 +9,6 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from languages import Compiler
@@ -27,12 +26,6 @@ LETTERS = [*'abcdefghijklmnopqrstuvwxyz"', "<end>"]
 END = len(LETTERS) - 1
 COMPILER = Compiler(LETTERS, END)
 PROMPT = [{"role": "user", "content": "There are 6 drawers, each with 32 cards. How many cards are there?"}]
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
 
 
 def test_an_opening_is_found_as_by_search() -> None:
@@ -210,7 +203,7 @@ def test_a_trial_ends_when_its_time_is_up(stranger: GrammarCompiler) -> None:
 
 def test_a_trial_process_that_ended_is_replaced(stranger: GrammarCompiler) -> None:
     stranger.check(StructuredOutput(regex="x+"))
-    process = stranger._process._process._process
+    process = stranger._process._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

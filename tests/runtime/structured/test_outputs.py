@@ -31,12 +31,6 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def exact(tiny_engine: Path) -> Iterator[LLM]:
     with LLM(tiny_engine, exact=True) as llm:
         yield llm

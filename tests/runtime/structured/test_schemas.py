@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,12 +19,6 @@ from ddtree_trt.runtime.structured.record import StructuredOutput
 
 PROMPT = [{"role": "user", "content": "There are 6 drawers, each with 32 cards. How many cards are there?"}]
 CHECKER = jsonschema.FormatChecker(["uuid", "ipv4"])
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
 
 
 def validate(text: str, schema: dict[str, Any]) -> None:

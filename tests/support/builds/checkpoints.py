@@ -117,14 +117,9 @@ def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DFlashDims:
     `reading_variant` has builds read these."""
     shape = DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
     write_config(path, {**_config(shape, QWEN3), **dflash.config_entries(shape)})
-    weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
-    if shape.draft_vocab_size is not None:
-        rng = np.random.default_rng(seed)
-        chosen = np.sort(rng.permutation(shape.vocab_size)[: shape.draft_vocab_size])
-        weights[TO_TARGET] = chosen - np.arange(shape.draft_vocab_size)
-    for name in (OWN_EMBEDDING, OWN_HEAD):
-        if name in weights:
-            weights[name] *= _LOGIT_STD
+    weights = drafter_weights(shape, seed)
+    for name in weights.keys() & {OWN_EMBEDDING, OWN_HEAD}:
+        weights[name] *= _LOGIT_STD
     write_weights(path, weights, dtype="fp32", shards=1)
     return shape
 
@@ -168,19 +163,19 @@ def make_eagle(
         "eagle_config": section or None,
     }
     write_config(path, {**_config(shape, family), **{n: v for n, v in own.items() if v}, **switches}, config)
-    weights = eagle_weights(shape, seed)
+    weights = drafter_weights(shape, seed)
     for old, new in (names or {"layers.0.": "midlayer."}).items():
         weights = {name.replace(old, new): values for name, values in weights.items()}
     write_weights(path, weights, dtype="fp32", shards=1)
     return path
 
 
-def eagle_weights(dims: Eagle3Dims, seed: int) -> dict[str, np.ndarray]:
-    """Random weights of an EAGLE-3 drafter; its draft vocabulary is a random part of the target's."""
+def drafter_weights(dims: DFlashDims | Eagle3Dims, seed: int) -> dict[str, np.ndarray]:
+    """Random weights; a draft vocabulary is a random part of the target's."""
     weights = random_weights(checkpoint_shapes(dims, tied=False), seed)
-    if TO_TARGET in weights:
-        chosen = np.random.default_rng(seed).permutation(dims.vocab_size)[: dims.head_size]
-        weights[TO_TARGET] = np.sort(chosen) - np.arange(dims.head_size)
+    if size := dims.draft_vocab_size:
+        chosen = np.random.default_rng(seed).permutation(dims.vocab_size)[:size]
+        weights[TO_TARGET] = np.sort(chosen) - np.arange(size)
     return weights
 
 

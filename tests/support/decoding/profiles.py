@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import Costs
-from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Proposes
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 
 SIZES = (1, 2, 3, 5, 9, 17, 33, 65)
@@ -22,7 +23,7 @@ def make_profile(draft_s: float = 0.5, slope: float = 0.05, first: float = 0.0) 
     return Profile("fingerprint", near, far)
 
 
-def make_budgets(profile: Profile, nodes: int = 64, depth: int = 15, proposes: Proposes = "block") -> AutoBudgets:
+def make_budgets(profile: Profile, nodes: int = 64, depth: int = 15, proposes: Drafts = "block") -> AutoBudgets:
     """The state that automatic budgets share, of costs that rounds do not correct."""
     return AutoBudgets(Costs(profile, nodes), nodes, depth, proposes)
 

@@ -1,5 +1,5 @@
 """TensorRT's builder as a recording fake over the real bindings, for what the builder of TensorRT for RTX lacks: plugin
-layers, the inspector of a plan, the timing cache. Everything else is tested with that one.
+layers, the timing cache. Everything else is tested with that one.
 
 Enums, base classes and callbacks are the real ones. The objects a builder would hand out are stand-ins that know their
 real class: an attribute it does not have raises AttributeError, a call its signature does not take raises WrongCall, so
@@ -67,7 +67,6 @@ class FakeTensorRt:
             "__version__": version,
             "Builder": self._builder,
             "OnnxParser": self._parser,
-            "Runtime": self._runtime,
             "get_plugin_registry": self._registry,
         }
         vars(self.module).update(stand_in)
@@ -126,7 +125,6 @@ class FakeTensorRt:
                 "create_timing_cache": lambda data: None if self.timing_cache == "damaged" else cache,
                 "set_timing_cache": lambda cache, ignore_mismatch: self.timing_cache == "taken",
                 "get_timing_cache": lambda: cache,
-                "set_memory_pool_limit": lambda pool, size: None,
                 "set_flag": lambda flag: None,
             },
         )
@@ -166,8 +164,3 @@ class FakeTensorRt:
         shape = [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
         dtype = getattr(self.real.DataType, _TYPES[value.type.tensor_type.elem_type])
         return self._stand("ITensor", name=value.name, shape=tuple(shape), dtype=dtype)
-
-    def _runtime(self, logger: Any) -> Stand:
-        inspector = self._stand("EngineInspector", {"get_engine_information": lambda format: '{"Layers": []}'})
-        engine = self._stand("ICudaEngine", {"create_engine_inspector": lambda: inspector})
-        return self._stand("Runtime", {"deserialize_cuda_engine": lambda plan: engine})

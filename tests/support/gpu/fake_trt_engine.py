@@ -53,7 +53,7 @@ class Form:
     @property
     def toolchain(self) -> dict[str, str]:
         if self.backend == "tensorrt-rtx":
-            return {"tensorrt-rtx": VERSION, "gpus": "sm89 sm120", "row_independence": "yes"}
+            return {"tensorrt-rtx": VERSION, "gpus": "sm89 sm120"}
         return {"tensorrt": VERSION, "cuda": "13.0", "sm": "90", "driver": "13.0", "gpu": "Pretended GPU"}
 
 

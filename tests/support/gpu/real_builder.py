@@ -1,21 +1,29 @@
-"""TensorRT's real parser and builder, those of TensorRT for RTX, which need no GPU."""
+"""TensorRT's real parser and builder, those of TensorRT for RTX, which need no GPU, and networks that they compile.
+
+The parser ends the process at a plugin that its product does not have: each is replaced by a stand-in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from ddtree_trt.build.backends.tensorrt.plan import mend_attentions, unfused_attention
-from ddtree_trt.build.backends.tensorrt.plans import Range, profile
-from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION
-from ddtree_trt.device.libraries import make_log
+from ddtree_trt import plugins
+from ddtree_trt.artifact.manifest import AttentionName, Limits
+from ddtree_trt.artifact.precisions import PrecisionName
+from ddtree_trt.artifact.progress import no_progress
+from ddtree_trt.build.backends.base import Inputs
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+from ddtree_trt.build.backends.tensorrt.plans import attention_check, networks, profile
+from ddtree_trt.build.checkpoint.reader import Checkpoint
+from ddtree_trt.build.graph.weights import WeightFile
 
-Sizes = Mapping[str, Range]  # dimension → range
+LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=40, prefill_chunk=32)
+ONE_SLOT = Limits(max_seq_len=64, max_batch=1, max_tree_budget=8, prefill_chunk=16)
 
 
 @cache
@@ -25,47 +33,76 @@ def rtx() -> Any:
 
 
 @cache
-def real_log() -> Any:
-    """The log of this process: TensorRT keeps the first one it gets."""
-    return make_log(rtx())
+def real_builder() -> EngineBuilder:
+    """That of this process: TensorRT keeps the first log it gets."""
+    return EngineBuilder(rtx(), "TensorRT", no_progress)
 
 
-class RealBuilder:
-    """Parses graphs and compiles them into plans."""
+class Form(NamedTuple):
+    """How a pair is compiled."""
 
-    def __init__(self) -> None:
-        self.trt, self.log = rtx(), real_log()
-        self._builder = self.trt.Builder(self.log)
+    attention: AttentionName = "native"
+    precision: PrecisionName = "bf16"
+    limits: Limits = LIMITS
 
-    def parse(self, path: Path) -> Any:
-        """The INetworkDefinition of an ONNX file. Raises AssertionError with the parser's reasons."""
-        self.log.clear()
-        network = self._builder.create_network(0)
-        parser = self.trt.OnnxParser(network, self.log)
-        parsed = parser.parse_from_file(str(path))
-        assert parsed, [f"{e.node_name()}: {e.desc()}" for e in map(parser.get_error, range(parser.num_errors))]
-        return network
 
-    def build(self, path: Path, model: ModelProto, sizes: Sizes) -> Any:
-        """The network, after it became a plan for these sizes. Attentions are mended."""
-        network = self.parse(path)
-        attentions = [node.output[0] for node in model.graph.node if node.op_type == ATTENTION]
-        if attentions:
-            mend_attentions(self.trt, network, path.stem, attentions)
-        self.compile(network, model, sizes)
-        return network
+class Lowered:
+    """One of a pair's networks, by its name in plans, as an ONNX file."""
 
-    def compile(self, network: Any, model: ModelProto, sizes: Sizes) -> bytes:
-        """The plan. Raises AssertionError with the builder's reasons."""
-        config = self._builder.create_builder_config()
-        config.max_aux_streams = 0
-        config.set_flag(self.trt.BuilderFlag.TF32)
-        if shapes := profile(model.graph.input, sizes):
-            made = self._builder.create_optimization_profile()
-            for tensor, (smallest, tuned, largest) in shapes.items():
-                made.set_shape(tensor, smallest, tuned, largest)
-            assert config.add_optimization_profile(made) >= 0, self.log.words()
-        plan = self._builder.build_serialized_network(network, config)
-        words = self.log.words()
-        assert plan is not None, f"{unfused_attention(self.trt, network, words)} {words}"
-        return bytes(plan)
+    def __init__(self, folder: Path, target: Checkpoint, drafter: Checkpoint, name: str, form: Form) -> None:
+        self.name, self.form, self.path = name, form, folder / f"{name}.onnx"
+        inputs = Inputs(target, drafter, form.limits, form.precision)
+        (self._network,) = (n for n in networks(inputs, form.attention) if n.name == name)
+        with WeightFile(folder / "weights.bin") as weights:
+            self.model = without_plugins(self._network.make(weights))
+        self.path.write_bytes(self.model.SerializeToString())
+
+    def parse(self) -> Any:
+        """Its INetworkDefinition."""
+        return real_builder()._parse(self.name, self.path)
+
+    def compile(self) -> Any:
+        """Its INetworkDefinition, after it became a plan. Raises BuildError."""
+        parsed = []
+
+        def finish(trt: Any, network: Any) -> None:
+            parsed.append(network)
+            if self.form.attention == "native":
+                attention_check("native", self.name, self.model)(trt, network)
+
+        shapes = profile(self.model.graph.input, self._network.sizes)
+        real_builder().build(self.name, self.path, self.path.with_suffix(".plan"), shapes, finish)
+        return parsed[0]
+
+
+def without_plugins(model: ModelProto) -> ModelProto:
+    """A copy whose plugin nodes are plain operators that read all inputs and give outputs of the right shapes."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.node[:]
+    floats = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
+    for node in model.graph.node:
+        own = node.domain == plugins.NAMESPACE
+        copy.graph.node.extend(_stand_in(node, floats[node.input[3]]) if own else [node])
+    return copy
+
+
+def _stand_in(node: NodeProto, floats: int) -> list[NodeProto]:
+    q, k, v, past_k, past_v, *control = node.input
+    attn, present_k, present_v = node.output
+    nodes = []
+
+    def op(kind: str, inputs: list[str], out: str, **attrs: Any) -> str:
+        nodes.append(helper.make_node(kind, inputs, [out], name=out, **attrs))
+        return out
+
+    key, value = (op("ReduceMean", [x], f"{x}.mean.{attn}", keepdims=0) for x in (k, v))
+    numbers = [
+        op("ReduceMax", [op("Cast", [x], f"{x}.single.{attn}", to=TensorProto.FLOAT)], f"{x}.max.{attn}", keepdims=0)
+        for x in control
+    ]
+    number = op("Cast", [op("Sum", numbers, f"{attn}.sum")], f"{attn}.number", to=floats)
+    op("Sum", [q, key, value, number], attn)
+    op("Add", [past_k, key], present_k)
+    op("Add", [past_v, value], present_v)
+    return nodes

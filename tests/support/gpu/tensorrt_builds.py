@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 from fake_tensorrt import FakeTensorRt
-from real_tensorrt import ROOT, real_tensorrt
+from real_tensorrt import real_tensorrt
 
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.verify import verify_files
@@ -21,8 +21,6 @@ from ddtree_trt.errors import DDTreeError
 from ddtree_trt.plugins import ABI, library
 
 VERSION = "11.4.0.106"
-BUILDER_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
-SOURCE = ROOT / "ddtree_trt" / "build" / "backends" / "tensorrt" / "plan.py"
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "max_positions": 512}
 
 
@@ -72,6 +70,7 @@ class Machine:
         tensorrt = self.fake or self.recorded
         assert tensorrt is not None
         self.module = tensorrt.module
+        folder.mkdir()
         self.plugins = folder / library.PLUGINS
         if plugins:
             self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)

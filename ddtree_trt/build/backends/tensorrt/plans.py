@@ -94,7 +94,7 @@ def write_engine(
                 graph = network.make(sink)
             path.write_bytes(graph.SerializeToString())
             shapes = profile(graph.graph.input, network.sizes)
-            finish = _attention_check(attention, network.name, graph)
+            finish = attention_check(attention, network.name, graph)
             tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
     write_shared(directory / artifact.SHARED_WEIGHTS, inputs.target, inputs.drafter, inputs.precision, progress)
     return tensors
@@ -131,7 +131,7 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     ]
 
 
-def _attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:
+def attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:
     """What is to be done with a network that was parsed from the graph, where this computes its attention."""
     if attention == "native":
         nodes = [node.name for node in graph.graph.node if node.op_type == ATTENTION]

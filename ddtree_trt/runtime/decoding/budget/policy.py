@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
+from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import STEP, Costs
 from ddtree_trt.runtime.tree import DraftTree, chain
 
@@ -24,7 +25,6 @@ REST = 16  # tokens after which a request that may not draft, alone in its passe
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
-Proposes = Literal["block", "tokens", "levels"]  # what a drafter's pass makes: L positions, a token, or a level
 Floats = NDArray[np.float64]
 
 
@@ -77,7 +77,7 @@ class Calibration:
 class AutoBudgets:
     """What the automatic budgets of an engine's requests share: the costs of its passes."""
 
-    def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Proposes = "block") -> None:
+    def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Drafts = "block") -> None:
         """`max_depth`: most tokens of a path. A drafter by tokens makes chains, of a node in each pass."""
         self.costs, self.max_nodes, self.max_depth, self.proposes = costs, max_nodes, max_depth, proposes
         powers = 2 ** np.arange(max_nodes.bit_length())

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.errors import MissingDependency, UsageError
+from ddtree_trt.errors import MissingDependency, UsageError, told
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
-from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.passes import SlotLengths
 
 
@@ -72,6 +71,10 @@ OPTION = "DDTREE_FLASH_ATTN"  # auto: use it where it works; on: refuse to open 
 MODES = ("auto", "on", "off")
 
 Flash = Callable[..., Tensor]
+OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
+    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
+    *("add_rms_norm", "split_qkv", "swiglu"),
+)
 _logger = logging.getLogger("ddtree_trt.torch")
 _TOLERANCE = 0.05  # of values of size 1 in half precision
 
@@ -90,7 +93,7 @@ def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash
         flash = importlib.import_module("flash_attn").flash_attn_with_kvcache
         _try(flash, device, dtype, head_dim)
     except Exception as error:  # a library for another torch may raise anything
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = told(error)
         if mode == "on":
             raise MissingDependency(
                 f"{OPTION} is on, but flash-attn does not work here ({reason}); install the wheel for torch "

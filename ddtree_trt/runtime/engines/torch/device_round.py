@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree_trt import _native
@@ -90,7 +89,8 @@ class HostOps:
         """Ancestor-or-self bits of parents [N, T] into mask [N, T, W]."""
         mask.zero_()
         for row, bits in zip(parents.numpy(), mask.numpy(), strict=True):
-            write_mask(bits.view(np.uint32), row[: _tree_size(row)])
+            size = 1 + np.count_nonzero(row[1:] >= 0)  # padding has the parent −1, as the root
+            write_mask(bits.view(np.uint32), row[:size])
 
     def walk(
         self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
@@ -119,11 +119,6 @@ class KernelOps(HostOps):
 
     def walk(self, *tensors: Tensor) -> None:
         torch.ops.ddtree.walk(*tensors)
-
-
-def _tree_size(parents: NDArray[np.int32]) -> int:
-    """Number of nodes, root included, of a tree whose padding rows have the parent −1, as the root."""
-    return 1 + int(np.count_nonzero(parents[1:] >= 0))
 
 
 RING = 4  # rounds in the ring: more than are launched ahead, so that none is overwritten before it is read

@@ -9,7 +9,7 @@ requested: that starts from the host's counts, and the rounds launched in vain a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,7 +30,7 @@ class _Series:
     round: DeviceRound
     claim: int  # number of the claim of its slots
     expected: list[RoundRequest] = field(default_factory=list)  # the requests of a call that continues the series
-    ends: deque[torch.cuda.Event | None] = field(default_factory=deque)  # of launched rounds not read yet
+    ends: deque[Callable[[], None]] = field(default_factory=deque)  # waits for launched rounds that were not read yet
     read: int = 0  # rounds the host has read
 
 
@@ -52,7 +52,7 @@ class TorchRounds:
             self._series = None  # a start that fails leaves tensors that it wrote in part
             series = self._series = self._start(requests)
         self._launch_ahead(series, requests)
-        _wait(series.ends.popleft())
+        series.ends.popleft()()
         results = series.round.read(series.read)
         series.read += 1
         self._count(requests, results, next_is_launched=bool(series.ends))
@@ -91,15 +91,15 @@ class TorchRounds:
         longest = max(cache.lengths[r.slot] for r in requests)
         while len(ends) < AHEAD and longest + len(ends) * launched.longest + launched.rows <= cache.rows:
             launched.step()
-            ends.append(self._record_event())
+            ends.append(self._end_of_stream())
 
-    def _record_event(self) -> torch.cuda.Event | None:
-        """An event at the current end of the stream; None on a CPU, where work is done when its call returns."""
+    def _end_of_stream(self) -> Callable[[], None]:
+        """A wait for what is on the stream by now; on a CPU work is done when its call returns."""
         if self._target.device.type != "cuda":
-            return None
+            return lambda: None
         event = torch.cuda.Event()
         event.record()
-        return event
+        return event.synchronize
 
     def _count(self, requests: list[RoundRequest], results: list[RoundResult], *, next_is_launched: bool) -> None:
         """Count the tokens a round committed. If the next one is launched, it processes the states that this one left
@@ -108,8 +108,3 @@ class TorchRounds:
             size = len(result.tokens)
             self._target.cache.append(request.slot, size)
             self._drafter.advance(request.slot, size, waiting=0 if next_is_launched else size)
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        event.synchronize()

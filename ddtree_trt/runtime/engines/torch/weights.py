@@ -14,7 +14,7 @@ from ddtree_trt.artifact.files import TORCH_WEIGHTS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
+from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.plugins import LOWEST_SM
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Cut, Shard, cut_of
@@ -74,8 +74,10 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
     drafter_dtype: torch.dtype | None = None  # of a block drafter: float16 only in engines of earlier versions
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            names = set(file.keys())
-            expected = _expected(manifest, names)
+            names, networks = set(file.keys()), (manifest.target_dims, manifest.drafter_dims)
+            # A network without a head in the file has a tied one.
+            target_tied, drafter_tied = (f"{network}head" not in names for network in (TARGET, DRAFTER))
+            expected = stored_weights(*networks, target_tied=target_tied, drafter_tied=drafter_tied)
             if missing := sorted({w.name for w in expected} ^ names):
                 raise ArtifactError(f"{path}: {missing[0]} is missing or superfluous; {rebuild}")
             for weight in expected:
@@ -102,13 +104,3 @@ def _read(file: Any, name: str, cut: Cut | None) -> tuple[Tensor, tuple[int, ...
         return tensor, tuple(tensor.shape)
     stored = file.get_slice(name)
     return cut.read(stored, torch.cat), tuple(stored.get_shape())
-
-
-def _expected(manifest: Manifest, names: set[str]) -> list[StoredWeight]:
-    """The weights that a file with these tensor names must hold; a network without a head in it has a tied one."""
-    return stored_weights(
-        manifest.target_dims,
-        manifest.drafter_dims,
-        target_tied=f"{TARGET}head" not in names,
-        drafter_tied=f"{DRAFTER}head" not in names,
-    )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import DRAFTER_EXTRA, TARGET_DIMS, dims_of, make_eagle, make_pair, make_target
+from checkpoints import DRAFTER_EXTRA, TARGET_DIMS, dims_of, make_eagle, make_target
 from engine_builds import build_torch_engine
 from torch import Tensor
 
@@ -149,22 +149,16 @@ def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:
         (2, {"intermediate_size": 51}, "51 columns of its MLP cannot be divided by 2; no other size fits either"),
     ],
 )
-def test_a_network_that_does_not_divide_is_refused(size: int, dims: dict[str, Any], said: str, tmp_path: Path) -> None:
-    manifest = packaged_manifest(tmp_path)
-    manifest = replace(manifest, target_dims=dims_of(FAMILIES["qwen3"], **dims))
+def test_a_network_that_does_not_divide_is_refused(size: int, dims: dict[str, Any], said: str, directory: Path) -> None:
+    manifest = replace(load_manifest(directory), target_dims=dims_of(FAMILIES["qwen3"], **dims))
     with pytest.raises(UsageError, match=said):
         check_split(manifest, size)
 
 
-def packaged_manifest(folder: Path) -> Any:
-    build_torch_engine(*make_pair(folder), folder / "e", max_batch=2, max_seq_len=96).close()
-    return load_manifest(folder / "e")
-
-
-def test_few_heads_of_keys_and_values_are_for_groups_of_ranks(tmp_path: Path) -> None:
-    manifest = packaged_manifest(tmp_path)
+def test_few_heads_of_keys_and_values_are_for_groups_of_ranks(directory: Path) -> None:
+    manifest = replace(load_manifest(directory), target_dims=dims_of(FAMILIES["qwen3"], num_heads=16))
     for size in (2, 4, 8, 16):
-        check_split(replace(manifest, target_dims=dims_of(FAMILIES["qwen3"], num_heads=16)), size)
+        check_split(manifest, size)
 
 
 def test_other_drafters_are_refused(tmp_path: Path) -> None:

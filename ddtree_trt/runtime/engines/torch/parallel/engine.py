@@ -26,7 +26,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import EngineError, UsageError, told
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest, no_draw
 from ddtree_trt.runtime.engines.passes import LazyRows, make_single_passes
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
@@ -224,7 +224,7 @@ class ParallelEngine:
             if self._workers.lost():  # the wait of a GPU has no error when the group was aborted
                 raise RuntimeError("a rank has ended")
         except Exception as error:
-            own = f"rank 0 of {self._group.size} failed: {_first_line(error)}"
+            own = f"rank 0 of {self._group.size} failed: {told(error)}"
             self._end(_cause_elsewhere(error, self._workers, self._group.timeout_s) or own)
             raise EngineError(self._failure) from error
         except BaseException:
@@ -244,14 +244,8 @@ def _cause_elsewhere(error: BaseException, workers: Workers, timeout_s: float) -
         return None
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
-        return (
-            workers.find_failure(0) or f"the other ranks did not answer within {timeout_s:g} s ({_first_line(error)})"
-        )
+        return workers.find_failure(0) or f"the other ranks did not answer within {timeout_s:g} s ({told(error)})"
     return workers.find_failure()
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _devices(size: int) -> list[torch.device]:

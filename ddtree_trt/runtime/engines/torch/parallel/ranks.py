@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.errors import EngineError, UsageError, shown
+from ddtree_trt.errors import EngineError, UsageError, shown, told
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.split import Shard, local_manifest
 from ddtree_trt.runtime.engines.torch.weights import check_device, read_weights
@@ -158,7 +158,7 @@ def run_worker(config: RankConfig, rank_0: Connection) -> None:
         worker_loop(engine, group, rank_0)
         group.leave()
     except BaseException as error:
-        rank_0.send(f"{type(error).__name__}: {error}".partition("\n")[0])
+        rank_0.send(told(error))
         raise SystemExit(1) from error
 
 
