@@ -4,7 +4,7 @@
 
 Decodes every prompt by `ar` alone, then prompts in batches of random size, each with a random method and budget, until
 so many tokens were compared. Every row of logits a token was chosen from is compared too. Prints the sums after each
-batch, and exits with 1 where anything differs. The engine is opened with `exact`; --no-exact shows what it is for.
+batch, and exits with 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -99,10 +99,9 @@ def main(
     length: Annotated[int, typer.Option(help="tokens of a completion")] = 128,
     seed: int = 0,
     threads: int = 0,
-    exact: bool = True,
 ) -> None:
     openings = [prompt.opening for prompt in load_prompts(prompts, limit)]
-    with LLM(engine, threads=threads, exact=exact) as llm:
+    with LLM(engine, threads=threads) as llm:
         for sums in compare(llm, openings, tokens, length=length, seed=seed):
             print(sums, flush=True)
     raise SystemExit(not sums.equal)

@@ -1,9 +1,9 @@
 """Names of the graphs' inputs and outputs: what `build` writes and `runtime` binds.
 
-Shapes use the letters of `artifact`. Types are those of the ONNX Runtime graphs, where N is 1 and the T rows are those of
-all sequences one after another; only the blocks of a block drafter are [N, 1 + L]. In TensorRT engines every integer is
-int32, W the words of a mask row, and what is float32 [..., H] or in a cache is in the engine's precision; the last group
-of names is theirs only. Which of them a graph has is said by the manifest: native attention has no slot ids.
+Shapes use the letters of `artifact`. Types are those of the ONNX Runtime graphs, where N is 1 and the T rows are those
+of all sequences one after another; only the blocks of a block drafter are [N, 1 + L]. In TensorRT engines every integer
+is int32, W the words of a mask row, and what is float32 [..., H] or in a cache is in the engine's precision; the last
+group of names is theirs only. Which of them a graph has is said by the manifest: native attention has no slot ids.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddtree_trt.artifact.backends import ONNXRUNTIME, TORCH
+from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.errors import UsageError
 from ddtree_trt.records import check, option
 
@@ -19,8 +19,6 @@ class EngineOptions:
 
     Attributes:
         threads: CPU threads of the engine; 0 chooses automatically.
-        exact: whether every token is emitted from logits with the bits that `ar` computes, so that its tokens are those
-            of all methods. Single tokens take longer then. None: for int8 engines.
         tensor_parallel_size: over how many GPUs the target is split, each with a process; without a GPU, over how many
             processes. Needs a script whose work is under `if __name__ == "__main__":`, because the other processes
             import it.
@@ -31,11 +29,6 @@ class EngineOptions:
     """
 
     threads: int = option(0, "CPU threads; 0 chooses.", within=(0, 1024))
-    exact: bool | None = option(
-        None,
-        "CPU engines: every method gives the tokens of ar, bit for bit. Default: int8 only.",
-        only=(ONNXRUNTIME.name,),
-    )
     tensor_parallel_size: int = option(
         1,
         "torch engines: GPUs over which the target is split, each with a process.",

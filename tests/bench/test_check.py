@@ -26,7 +26,6 @@ from ddtree_trt.check.run import check_engine, engine_cases, target_logits
 from ddtree_trt.check.uniformity import BINS, CERTAIN, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.sampling import Sampler
-from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 
 
@@ -106,13 +105,14 @@ def test_target_logits_are_those_each_token_was_chosen_from(tiny_engine: Path) -
         assert rows.argmax(1).tolist() == output.outputs[0].token_ids
 
 
-def test_only_a_tie_within_rounding_explains_a_difference(tiny_engine: Path) -> None:
+def test_only_a_tie_within_rounding_explains_a_difference(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for gap, explained in ((0.0, True), (1e-6, True), (1e-3, False), (None, False)):
         assert Difference("p", 3, 1, 2, gap, rounding=1e-5).explained is explained
     allowed = [PRECISIONS[name].relative_rounding for name in ("fp32", "fp16", "bf16")]
     assert allowed == sorted(set(allowed)) and allowed[-1] < 0.1, "coarser precisions allow more"
-    for exact in (True, False):
-        with closing(Session(tiny_engine, EngineOptions(exact=exact))) as session:
+    with closing(Session(tiny_engine)) as session:
+        for exact in (True, False):
+            monkeypatch.setattr(session.engine, "exact", exact)
             assert (check._explain(session, "p", [5, 6], [7, 8], [7, 9]).rounding == 0) is exact
             for expected, found in (([7, 8], [7]), ([7], [7, 8])):  # that an output ends early has no excuse
                 difference = check._explain(session, "p", [5, 6], expected, found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,19 +24,7 @@ from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
-
-class Opened(NamedTuple):
-    backend: str
-    precision: str
-    exact: bool | None
-
-
-ENGINES = {
-    "fp32": Opened("onnxruntime", "fp32", None),
-    "fp32-exact": Opened("onnxruntime", "fp32", True),
-    "int8": Opened("onnxruntime", "int8", None),
-    "torch": Opened("torch", "fp32", None),
-}
+ENGINES = {"fp32": ("onnxruntime", "fp32"), "int8": ("onnxruntime", "int8"), "torch": ("torch", "fp32")}
 # Of each kind of drafter its methods, with budgets.
 GRID: dict[str, list[tuple[str, list[Any]]]] = {
     "dflash": [("ddtree", [1, 4, 16, 64, 256, "auto"]), ("dflash", [3, "auto"]), ("dflash-sample", ["auto"])],
@@ -51,8 +39,7 @@ ALLOWED = 0.005  # share of an inexact engine's requests that may differ, all of
 @pytest.fixture(scope="module", params=[(kind, name) for kind in GRID for name in ENGINES], ids="-".join)
 def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[tuple[str, LLM]]:
     kind, name = request.param
-    backend, precision, exact = ENGINES[name]
-    with LLM(built(kind, backend, precision), threads=1, exact=exact) as llm:
+    with LLM(built(kind, *ENGINES[name]), threads=1) as llm:
         yield kind, llm
 
 
@@ -233,7 +220,6 @@ def test_a_difference_that_is_no_tie_is_found(
     made = Noise.__init__
     monkeypatch.setattr(Noise, "__init__", lambda self, seed, index: made(self, None, index))
     found = r"apart, .* rounds by|a token was drawn that the filters leave out|not that of ar in an exact engine"
-    backend, precision, exact = ENGINES[name]
-    directory = built("dflash", backend, precision)
-    with LLM(directory, threads=1, exact=exact) as llm, pytest.raises(AssertionError, match=found):
+    directory = built("dflash", *ENGINES[name])
+    with LLM(directory, threads=1) as llm, pytest.raises(AssertionError, match=found):
         check_random(("dflash", llm), prompts, 40, seed=1, method="ddtree", **options)

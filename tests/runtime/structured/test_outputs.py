@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -30,26 +28,19 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def exact(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine, exact=True) as llm:
-        yield llm
-
-
 def outputs(llm: LLM, structured: StructuredOutput, **params: Any) -> list[CompletionOutput]:
     given = SamplingParams(**{"max_tokens": 300, "seed": 3, "structured": structured, **params})
     return llm.generate([PROMPT], given)[0].outputs
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("method", ["ddtree", "dflash", "exact ddtree"])
-def test_an_object_of_a_schema(llm: LLM, exact: LLM, method: str, temperature: float) -> None:
-    engine, method = (exact, "ddtree") if method.startswith("exact") else (llm, method)
+@pytest.mark.parametrize("method", ["ddtree", "dflash"])
+def test_an_object_of_a_schema(llm: LLM, method: str, temperature: float) -> None:
     common = {"temperature": temperature, "n": 2 if temperature else 1}
     structured = StructuredOutput(json_schema=SCHEMA)
-    expected = outputs(engine, structured, method="ar", **common)
+    expected = outputs(llm, structured, method="ar", **common)
     budget = 16 if method == "ddtree" else "auto"
-    found = outputs(engine, structured, method=method, tree_budget=budget, **common)
+    found = outputs(llm, structured, method=method, tree_budget=budget, **common)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     for output in found:
         assert output.finish_reason == "stop"

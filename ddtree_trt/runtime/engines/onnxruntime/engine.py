@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
-from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import Extension, OrtLanguageModel
@@ -38,35 +36,21 @@ class OrtEngine:
     batches = True
 
     def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
-        # In int8 the last bit of a sum may decide to which integer a value is rounded, and the difference grows from
-        # layer to layer; equal bits cost nothing there.
-        self.exact = PRECISIONS[manifest.precision].quantized if options.exact is None else options.exact
-        if self.exact:
-            # Single tokens take longer then, and the toolchain is a part of the latency profile's fingerprint.
-            manifest = replace(manifest, toolchain={**manifest.toolchain, "single_tokens": "exact"})
         self.manifest = manifest
+        # Of a mixture of experts a product depends on how many rows of the pass choose the expert.
+        self.exact = manifest.target_dims.experts is None
         weights = manifest.files[artifact.WEIGHTS].size
         threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
         self.threads = threads
         limits, taps = manifest.limits, len(manifest.drafting.tap_layers)
-        # Sums of integers are exact in any company.
-        company = self.exact and not PRECISIONS[manifest.precision].quantized
         graph = directory / artifact.TARGET_GRAPH
-        self._target = OrtLanguageModel(graph, manifest.target_dims, limits, threads, taps=taps, exact=company)
+        self._target = OrtLanguageModel(graph, manifest.target_dims, limits, threads, taps=taps)
         self._drafter = make_drafter(manifest, "onnxruntime", directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> OrtEngine:
-        """Load an engine directory whose digests were checked.
-
-        Raises UsageError where it cannot be exact.
-        """
-        if options.exact and manifest.target_dims.experts:
-            raise UsageError(
-                f"{directory} has a mixture of experts, whose products depend on how many rows of a pass choose an "
-                "expert; leave exact out"
-            )
+        """Load an engine directory whose digests were checked."""
         return cls(directory, manifest, options)
 
     def length(self, slot: int) -> int:

@@ -176,13 +176,9 @@ class Extension:
 class OrtLanguageModel(OrtNetwork):
     """A network with the target's graph: trees of tokens in, logits out."""
 
-    def __init__(
-        self, path: Path, dims: TransformerDims, limits: Limits, threads: int, *, taps: int = 0, exact: bool = False
-    ) -> None:
-        """`taps` is M, the number of tapped layers. `exact`: a row's products do not depend on how many others are in
-        its pass; its attention never does."""
+    def __init__(self, path: Path, dims: TransformerDims, limits: Limits, threads: int, *, taps: int = 0) -> None:
+        """`taps` is M, the number of tapped layers."""
         self._tap_width = taps * dims.hidden_size
-        self._exact = exact
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, limits, threads, widths=widths)
 
@@ -193,18 +189,14 @@ class OrtLanguageModel(OrtNetwork):
         """Write trees behind the committed rows of distinct slots, in one pass."""
         take, sizes = self.buffers.take, [len(e.tree) for e in extensions]
         starts = [0, *accumulate(sizes)]
-        wanted = np.concatenate([e.rows + start for e, start in zip(extensions, starts, strict=False)])
-        # Products of one row sum in another order than those of several, so a row that is alone gets an idle neighbour.
-        idle_row, idle_logits = (int(self._exact and count == 1) for count in (starts[-1], len(wanted)))
-        token_ids = take(names.TOKEN_IDS, (1, starts[-1] + idle_row), np.int64)
-        rows = take(names.ROWS, (len(wanted) + idle_logits,), np.int64)
-        token_ids[0, -1], rows[-1] = 0, wanted[-1]
-        token_ids[0, : starts[-1]] = np.concatenate([e.tree.token_ids for e in extensions])
-        rows[: len(wanted)] = wanted
+        token_ids = take(names.TOKEN_IDS, (1, starts[-1]), np.int64)
+        rows = take(names.ROWS, (sum(len(e.rows) for e in extensions),), np.int64)
+        np.concatenate([e.tree.token_ids for e in extensions], out=token_ids[0])
+        np.concatenate([e.rows + start for e, start in zip(extensions, starts, strict=False)], out=rows)
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
         outputs, taps = {names.LOGITS: logits}, None
         if self._tap_width:
-            outputs[names.TAPS] = taps = take(names.TAPS, (1, token_ids.shape[1], self._tap_width), np.float32)
+            outputs[names.TAPS] = taps = take(names.TAPS, (1, starts[-1], self._tap_width), np.float32)
         placed = [SlotRows(e.slot, size) for e, size in zip(extensions, sizes, strict=True)]
         parents = np.concatenate([e.tree.parents for e in extensions])
         self.run(placed, {names.TOKEN_IDS: token_ids, names.ROWS: rows}, outputs, parents)
