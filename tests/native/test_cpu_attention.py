@@ -179,9 +179,8 @@ def test_blocks_behind_contexts(seed: int) -> None:
         found = layer.run(rows, [], q, k, v)
         first = 0
         for slot, count in enumerate(contexts):
-            held[slot] = [
-                np.concatenate([old, new[first : first + count]]) for old, new in zip(held[slot], (k, v), strict=True)
-            ]
+            part = slice(first, first + count)
+            held[slot] = [np.concatenate([old, new[part]]) for old, new in zip(held[slot], (k, v), strict=True)]
             own = slice(sum(contexts) + slot * block, sum(contexts) + (slot + 1) * block)
             pasts[slot], first = pasts[slot] + count, first + count
             positions, at = np.arange(pasts[slot] + block), pasts[slot] + np.arange(block)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onnxruntime import OrtValue
 from pacing import WAIT_S, complete
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engines.onnxruntime.network import _Binding
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -239,20 +239,21 @@ def test_an_interrupt_anywhere_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest
         assert llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids == expected
 
 
-def test_an_interrupt_in_a_slots_first_pass_leaves_it_usable(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [0, 2, 3, 5])
+def test_an_interrupt_in_the_first_pass_leaves_the_engine_usable(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    real, calls = _Binding.cache, itertools.count()
+    real, calls = OrtValue.ortvalue_from_numpy, itertools.count()
 
-    def cache(binding: _Binding, *args: Any) -> None:
-        if next(calls) == 3:
+    def bind(array: Any) -> OrtValue:
+        if next(calls) == at:
             raise KeyboardInterrupt
-        real(binding, *args)
+        return real(array)
 
     with LLM(tiny_engine) as llm:
         prompts = [PROMPT] * llm.core.scheduler.slots
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(_Binding, "cache", cache)
+            patch.setattr(OrtValue, "ortvalue_from_numpy", bind)
             llm.generate(prompts, SHORT)
         assert len({tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, SHORT)}) == 1
 
