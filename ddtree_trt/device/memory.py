@@ -150,8 +150,8 @@ class _Engine:
 
     @property
     def rows(self) -> int:
-        """Most rows of one target pass: a CPU verifies one slot after the other, a GPU all slots of a round."""
-        return pass_rows(self.limits, 1 if self.backend.on_cpu else self.limits.max_batch)
+        """Most rows of one target pass, which verifies all slots of a round."""
+        return pass_rows(self.limits, self.limits.max_batch)
 
     def weights_bytes(self, stored: int) -> int:
         """Of the weights once they are loaded.
@@ -187,11 +187,10 @@ class _Engine:
         """About those of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
         wide = self.widest_bytes()
         if self.backend.on_cpu:
-            scores = self.rows * self.target.num_heads * self.limits.cache_rows  # of attention
             # An 8-bit head is a product, and the logits that are its multiple.
             logits = self.rows * self.target.vocab_size if PRECISIONS[self.precision].quantized else 0
             # Memory is taken in powers of two and kept.
-            return 2 * (wide + (scores + logits) * FLOAT_BYTES)
+            return 2 * (wide + logits * FLOAT_BYTES)
         # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about
         # as much is assumed.
         scratch = attention_workspace_bytes((self.target, self.drafter), self.limits) if self.size == 2 else 0
@@ -215,5 +214,5 @@ class _Engine:
         target, kind = self.target, kind_of(self.drafter)
         widest = max(target.inner_width, sum(target.qkv_widths))
         wide = self.rows * self.size * (4 * target.hidden_size + 3 * widest)
-        drafted = (1 if self.backend.on_cpu else self.limits.max_batch) * (kind.longest_draft if kind.block_size else 0)
+        drafted = self.limits.max_batch * (kind.longest_draft if kind.block_size else 0)
         return max(wide, 2 * drafted * target.vocab_size * FLOAT_BYTES)
