@@ -107,23 +107,19 @@ def attention_workspace_bound(
     """Bytes of scratch that tree attention on a GPU needs at most, over every call of 1 to `sequences` sequences and 1
     to `tokens` tokens, behind caches of `capacity` rows. What the TensorRT plugin asks for."""
 
-def cache_bytes(kv_heads: int, head_dim: int, rows: int, half: bool) -> int:
-    """Bytes of one slot's cache of one layer on the CPU, in float32 or, with `half`, in bfloat16; rows are a multiple
-    of 64."""
-
 def compact_cache(
     cache: NDArray[np.uint8],
     slot: int,
-    kv_heads: int,
     head_dim: int,
     rows: int,
     half: bool,
     start: int,
     keep: Int32s,
 ) -> None:
-    """Move row start + keep[j] of the slot to start + j, in place, in every layer of cache [layers, slots, bytes].
+    """Move row start + keep[j] of the slot to start + j, in place, in every layer of cache [layers, slots, Hkv, bytes].
 
-    keep [m] is strictly increasing and not negative; a row behind the cache's `rows` is refused.
+    keep [m] is strictly increasing and not negative; a row behind the cache's `rows`, a multiple of 64, is refused.
+    `half`: the cache is in bfloat16.
     """
 
 def attention_isa() -> str:

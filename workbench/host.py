@@ -62,8 +62,8 @@ def measure(budget: int) -> list[float]:
 
 def measure_compaction() -> float:
     """Microseconds to keep 7 scattered rows in 28 layers of keys and values, 8 heads of 128 floats."""
-    shape = (8, 128, PAST + 64, False)
-    cache = np.zeros((28, 1, _native.cache_bytes(*shape)), np.uint8)
+    shape = (128, PAST + 64, False)
+    cache = np.zeros((28, 1, 8, (PAST + 64) * 2 * 128 * 4), np.uint8)
     keep = np.array([0, 1, 4, 9, 17, 30, 52], np.int32)
     return median_us(lambda: _native.compact_cache(cache, 0, *shape, PAST, keep))
 

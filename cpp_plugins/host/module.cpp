@@ -156,18 +156,14 @@ ddtree::cpu::CacheShape checked_cache(int64_t kv_heads, int64_t head_dim, int64_
     return {kv_heads, head_dim, rows, half ? ddtree::cpu::Stored::BFLOAT16 : ddtree::cpu::Stored::FLOAT};
 }
 
-int64_t cache_bytes(int64_t kv_heads, int64_t head_dim, int64_t rows, bool half) {
-    return checked_cache(kv_heads, head_dim, rows, half).slot_bytes();
-}
-
-void compact_cache(const Output& cache, int64_t slot, int64_t kv_heads, int64_t head_dim, int64_t rows, bool half,
-                   int64_t start, const Input& keep) {
-    const auto shape = checked_cache(kv_heads, head_dim, rows, half);
-    unsigned char* layers = checked<uint8_t>(cache, "cache", "[layers, slots, bytes]", 3);
+void compact_cache(const Output& cache, int64_t slot, int64_t head_dim, int64_t rows, bool half, int64_t start,
+                   const Input& keep) {
+    unsigned char* layers = checked<uint8_t>(cache, "cache", "[layers, slots, Hkv, bytes]", 4);
+    const auto shape = checked_cache(static_cast<int64_t>(cache.shape(2)), head_dim, rows, half);
     const int32_t* kept = checked<int32_t>(keep, "keep", "[m]", 1);
     const int64_t m = extent(keep, 0);
-    if (static_cast<int64_t>(cache.shape(2)) != shape.slot_bytes()) {
-        bad_value("cache must have " + std::to_string(shape.slot_bytes()) + " bytes a slot, found " +
+    if (static_cast<int64_t>(cache.shape(3)) != shape.head_bytes()) {
+        bad_value("cache must have " + std::to_string(shape.head_bytes()) + " bytes a head, found " +
                   shape_text(cache));
     }
     if (slot < 0 || slot >= static_cast<int64_t>(cache.shape(1)) || start < 0) {
@@ -180,8 +176,8 @@ void compact_cache(const Output& cache, int64_t slot, int64_t kv_heads, int64_t 
         }
     }
     for (size_t layer = 0; layer < cache.shape(0); ++layer) {
-        ddtree::cpu::compact(shape, layers + (layer * cache.shape(1) + static_cast<size_t>(slot)) * cache.shape(2),
-                             start, kept, m);
+        const size_t at = layer * cache.shape(1) + static_cast<size_t>(slot);
+        ddtree::cpu::compact(shape, layers + at * static_cast<size_t>(shape.slot_bytes()), start, kept, m);
     }
 }
 
@@ -215,8 +211,7 @@ NB_MODULE(_native, m) {
     m.def("draw_weights", &draw_weights, "weights"_a, "seed"_a, "position"_a, "ids"_a.none() = nb::none());
     m.def("noise_bits", &noise_bits, "seed"_a, "position"_a, "token"_a);
     m.def("gumbel", &gumbel, "seed"_a, "position"_a, "n"_a);
-    m.def("cache_bytes", &cache_bytes, "kv_heads"_a, "head_dim"_a, "rows"_a, "half"_a);
-    m.def("compact_cache", &compact_cache, "cache"_a, "slot"_a, "kv_heads"_a, "head_dim"_a, "rows"_a, "half"_a,
-          "start"_a, "keep"_a);
+    m.def("compact_cache", &compact_cache, "cache"_a, "slot"_a, "head_dim"_a, "rows"_a, "half"_a, "start"_a,
+          "keep"_a);
     m.def("attention_isa", &ddtree::cpu::attention_isa);
 }

@@ -65,6 +65,12 @@ def cpu_cache_rows(limits: Limits) -> int:
     return -(-limits.cache_rows // CPU_CACHE_UNIT) * CPU_CACHE_UNIT
 
 
+def cpu_cache_bytes(head_dim: int, limits: Limits) -> int:
+    """Bytes of a key head's cache of one layer and slot on the CPU, in float32: keys, and values whose rows are padded
+    to 16."""
+    return cpu_cache_rows(limits) * (head_dim + -(-head_dim // 16) * 16) * 4
+
+
 @dataclass(frozen=True)
 class CheckpointIdentity:
     """Where a network's weights came from."""

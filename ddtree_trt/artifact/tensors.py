@@ -11,7 +11,7 @@ from __future__ import annotations
 TOKEN_IDS = "token_ids"  # int64 [N, T]
 SLOTS = "slots"  # int64 [N, 5]: of each sequence the slot, its committed rows, and rows: contexts, nodes done, nodes
 PARENTS = "parents"  # int32 [P]: of all sequences' nodes, each counted from 0; −1 at a root
-CACHE = "cache"  # uint8 [layers, slots, bytes], written in place; cpp_plugins/include/ddtree/cpu_attention.h has it
+CACHE = "cache"  # uint8 [layers, slots, Hkv, bytes], written in place: include/ddtree/cpu_attention.h
 ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 
 LOGITS = "logits"  # float32 [R, V]

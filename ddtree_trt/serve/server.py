@@ -96,7 +96,7 @@ def listen(options: ServeOptions) -> socket.socket:
 def ready_line(llm: AsyncLLM, options: ServeOptions, address: str) -> str:
     """What is served, how, within which limits, and where; the address is the last word."""
     engine, manifest = llm.engine, llm.engine.manifest
-    how = [f"{engine.threads} thread{'s' * (engine.threads > 1)}", *(["exact"] if engine.exact else [])]
+    how = [f"{engine.threads} thread{'s' * (engine.threads > 1)}"]
     if engine_host_reason(manifest) is None:
         how.append(f"device rounds {options.device_rounds}")
     waiting = "any number" if llm.max_waiting is None else llm.max_waiting

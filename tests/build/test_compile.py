@@ -40,6 +40,7 @@ from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 
 
 def build(pair: tuple[Path, Path], engine: Path, progress: Progress = no_progress, **options: Any) -> Manifest:
@@ -107,7 +108,7 @@ def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: 
         written = random_weights(language_model_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
         np.testing.assert_array_equal(stored, written)
     for graph in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH):
-        ort.InferenceSession(tmp_path / "engine" / graph, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(tmp_path / "engine" / graph, session_options(1), providers=["CPUExecutionProvider"])
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:

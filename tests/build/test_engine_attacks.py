@@ -71,9 +71,9 @@ def sign(engine: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_dims__num_kv_heads": 4}, "past_key.0 is"),
-        ({"target_dims__head_dim": 32}, "past_key.0 is"),
-        ({"limits__max_seq_len": 200}, "past_key.0 is"),
+        ({"target_dims__num_kv_heads": 4}, "cache is"),
+        ({"target_dims__head_dim": 32}, "cache is"),
+        ({"limits__max_seq_len": 200}, "cache is"),
         ({"drafter_dims__num_layers": 1}, "drafter.onnx has 2 layers, the manifest says 1"),
         ({"drafter_dims__block_size": 5}, "token_ids is"),
         ({"drafter_dims__tap_layers": [0]}, "taps is"),
@@ -85,7 +85,9 @@ def test_manifests_of_other_graphs(engine: Path, changes: dict[str, Any], messag
 
 
 def test_memory_that_is_not_there(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddtree_trt.runtime.engines.passes.np.zeros", refusing(MemoryError("cannot have 8.00 PiB")))
+    monkeypatch.setattr(
+        "ddtree_trt.runtime.engines.onnxruntime.network.np.zeros", refusing(MemoryError("cannot have 8.00 PiB"))
+    )
     assert "did not get it (cannot have 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
 
 

@@ -140,8 +140,9 @@ def test_a_measured_profile_is_plausible_and_leaves_the_engine_empty(tiny_engine
         profile = MEASURE(llm.engine)
         assert llm.engine.length(0) == 0
         assert profile.fingerprint == fingerprint(llm.engine.manifest, llm.engine.threads)
-    assert profile.far is not None and profile.many is None
-    for times in (profile.near, profile.far):
+    assert profile.far is not None and profile.many is not None
+    assert profile.many.slots == llm.engine.manifest.limits.max_batch
+    for times in (profile.near, profile.far, profile.many):
         sizes = [tokens for tokens, _ in times.verify]
         assert sizes[0] == 1 and len(sizes) >= 2 and sizes == sorted(set(sizes))
         assert times.draft_s > 0 and all(seconds > 0 for _, seconds in times.verify)

@@ -45,9 +45,8 @@ class Layer:
     window: int = 0
 
     def __post_init__(self) -> None:
-        shape = self.kv_heads, self.size, self.rows, self.half
-        self.shape = shape
-        self.cache = np.zeros((2, self.slots, _native.cache_bytes(*shape)), np.uint8)  # of layer 1 of two
+        self.shape = self.size, self.rows, self.half
+        self.cache = np.zeros((2, self.slots, self.kv_heads, head_bytes(*self.shape)), np.uint8)  # of two layers
         angles = np.outer(np.arange(self.rows), 1e4 ** (-np.arange(self.size // 2) / (self.size // 2)))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         attributes: dict[str, Any] = {
@@ -87,6 +86,12 @@ class Layer:
             shares = np.exp(scores - scores.max(1, keepdims=True))
             out[:, head] = shares / shares.sum(1, keepdims=True) @ v[:, of].astype(float)
         return out
+
+
+def head_bytes(size: int, rows: int, half: bool) -> int:
+    """Keys and values of a head; of bfloat16 pairs of elements, and of rows."""
+    padded = -(-size // 16) * 16
+    return rows * ((size + 1) // 2 * 4 + 2 * padded if half else 4 * (size + padded))
 
 
 def random_tree(rng: np.random.Generator, size: int, *, roots: bool = False) -> list[int]:
@@ -228,9 +233,8 @@ def test_what_would_write_outside_of_the_cache_is_refused(rows: Rows, parents: l
 
 
 GOOD: dict[str, Any] = {
-    "cache": np.zeros((2, 3, _native.cache_bytes(1, 32, 128, False)), np.uint8),
+    "cache": np.zeros((2, 3, 1, head_bytes(32, 128, False)), np.uint8),
     "slot": 1,
-    "kv_heads": 1,
     "head_dim": 32,
     "rows": 128,
     "half": False,
@@ -252,9 +256,9 @@ GOOD: dict[str, Any] = {
         ({"slot": 3}, ValueError, "slot"),
         ({"slot": -1}, ValueError, "slot"),
         ({"rows": 129}, ValueError, "multiple of 64"),
-        ({"kv_heads": 0}, ValueError, "positive"),
-        ({"half": True}, ValueError, "bytes a slot"),
-        ({"cache": np.zeros((2, 3, 4), np.uint8)}, ValueError, "bytes a slot"),
+        ({"head_dim": 0}, ValueError, "positive"),
+        ({"half": True}, ValueError, "bytes a head"),
+        ({"cache": np.zeros((2, 3, 1, 4), np.uint8)}, ValueError, "bytes a head"),
     ],
 )
 def test_compaction_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:

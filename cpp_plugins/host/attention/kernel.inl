@@ -124,7 +124,7 @@ struct Head {
     int64_t padded;  // words of a values' row
 
     Head(const CacheShape& shape, unsigned char* slot, int64_t head)
-        : keys(reinterpret_cast<typename E::Word*>(slot + head * (shape.key_bytes() + shape.value_bytes()))),
+        : keys(reinterpret_cast<typename E::Word*>(slot + head * shape.head_bytes())),
           values(reinterpret_cast<typename E::Word*>(reinterpret_cast<unsigned char*>(keys) + shape.key_bytes())),
           steps((shape.head_dim + E::PAIR - 1) / E::PAIR),
           padded(shape.padded()) {}

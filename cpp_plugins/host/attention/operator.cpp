@@ -131,12 +131,14 @@ OrtStatus* read(const OrtKernelContext* context, size_t index, Tensor& tensor) {
 
 // What is wrong with a pass; "" if it may run. A wrong one would write outside of the cache.
 std::string misfit(const Kernel& k, const CacheShape& shape, const Tensor* in, const SlotRows* slots, int64_t count) {
-    const int64_t rows = in[KEY].leading(), layers = in[CACHE].shape.size() == 3 ? in[CACHE].shape[0] : 0;
+    const int64_t rows = in[KEY].leading(), layers = in[CACHE].shape.size() == 4 ? in[CACHE].shape[0] : 0;
     if (in[QUERY].last() != k.heads * k.head_dim || in[KEY].last() != k.kv_heads * k.head_dim ||
         in[VALUE].last() != k.kv_heads * k.head_dim || in[QUERY].leading() != rows || in[VALUE].leading() != rows) {
         return "query, key and value do not fit the heads";
     }
-    if (k.layer >= layers || in[CACHE].last() != shape.slot_bytes()) return "the cache has another shape than the graph's";
+    if (k.layer >= layers || in[CACHE].shape[2] != k.kv_heads || in[CACHE].shape[3] != shape.head_bytes()) {
+        return "the cache has another shape than the graph's";
+    }
     if (in[COS].last() != in[SIN].last() || 2 * in[COS].last() > k.head_dim || in[COS].leading() < 1) {
         return "the rotary tables do not fit the head size";
     }
@@ -186,7 +188,7 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
     if (OrtStatus* status = call(GET_DATA, value, &out)) return status;
     // Rows of no slot: another row's neighbours, whose values nobody reads.
     std::memset(static_cast<float*>(out) + covered * size[2], 0, (size[1] - covered) * size[2] * sizeof(float));
-    const int64_t layer_bytes = in[CACHE].shape[1] * in[CACHE].shape[2];
+    const int64_t layer_bytes = in[CACHE].shape[1] * shape.slot_bytes();
     const AttentionPass pass{shape,
                              k.heads,
                              static_cast<Sees>(k.sees),
@@ -202,7 +204,7 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
                              static_cast<const float*>(in[KEY].data),
                              static_cast<const float*>(in[VALUE].data),
                              static_cast<unsigned char*>(in[CACHE].data) + k.layer * layer_bytes,
-                             in[CACHE].shape[2],
+                             shape.slot_bytes(),
                              static_cast<float*>(out)};
     const ddtree::cpu::Parallel parallel = [context](size_t tasks, const std::function<void(size_t)>& task) {
         const auto run = [](void* f, size_t i) { (*static_cast<const std::function<void(size_t)>*>(f))(i); };

@@ -30,10 +30,11 @@ struct CacheShape {
     Stored stored;
 
     int64_t padded() const { return (head_dim + 15) / 16 * 16; }
-    // Bytes of a head's keys, of its values, and of a slot's layer.
+    // Bytes of a head's keys, of its values, of both, and of a slot's layer.
     int64_t key_bytes() const { return rows * (stored == Stored::FLOAT ? head_dim * 4 : (head_dim + 1) / 2 * 4); }
     int64_t value_bytes() const { return rows * padded() * (stored == Stored::FLOAT ? 4 : 2); }
-    int64_t slot_bytes() const { return kv_heads * (key_bytes() + value_bytes()); }
+    int64_t head_bytes() const { return key_bytes() + value_bytes(); }
+    int64_t slot_bytes() const { return kv_heads * head_bytes(); }
 };
 
 enum class Sees : int32_t {  // as DDTreeAttention's mask_mode

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddtree_trt import _native, plugins
+from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, cpu_cache_rows
+from ddtree_trt.artifact.manifest import Limits, cpu_cache_bytes, cpu_cache_rows
 from ddtree_trt.build.graph.ops import Attention, Graph, Make, Shape, Table
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
@@ -23,8 +23,6 @@ class OnnxRuntimeGraph(Graph):
 
     domains = (MICROSOFT, plugins.NAMESPACE)
 
-    stored_half = False  # whether caches are in bfloat16
-
     def slots(self, limits: Limits) -> str:
         return "N"
 
@@ -33,8 +31,8 @@ class OnnxRuntimeGraph(Graph):
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         self._rows = cpu_cache_rows(limits)
-        size = _native.cache_bytes(dims.num_kv_heads, dims.head_dim, self._rows, self.stored_half)
-        self.input(names.CACHE, "uint8", [dims.num_layers, "S", size])
+        shape = [dims.num_layers, "S", dims.num_kv_heads, cpu_cache_bytes(dims.head_dim, limits)]
+        self.input(names.CACHE, "uint8", shape)
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.SLOTS, "int64", ["sequences", 5])
@@ -126,6 +124,6 @@ class OnnxRuntimeGraph(Graph):
             "window": window,
             "layer": at.layer,
             "rows": self._rows,
-            "half": int(self.stored_half),
+            "half": 0,
         }
         return self.op(plugins.ATTENTION, inputs, [out], domain=plugins.NAMESPACE, **attrs)

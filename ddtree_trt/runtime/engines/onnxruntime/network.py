@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, cpu_cache_rows
+from ddtree_trt.artifact.manifest import Limits, cpu_cache_bytes, cpu_cache_rows
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
@@ -74,12 +74,12 @@ class OrtCache(SlotLengths):
     """One network's cache: keys and values of all layers and slots, as `DDTreeAttention` stores them. The buffer never
     moves: passes append in place, compaction moves rows in place."""
 
-    def __init__(self, dims: TransformerDims, slots: int, rows: int, *, half: bool) -> None:
-        """`rows`: of a slot, as `cpu_cache_rows` says; `half`: in bfloat16."""
-        super().__init__(slots, rows)
-        self._shape = (dims.num_kv_heads, dims.head_dim, rows, half)
+    def __init__(self, dims: TransformerDims, limits: Limits) -> None:
+        super().__init__(limits.max_batch, limits.cache_rows)
+        self._shape = (dims.head_dim, cpu_cache_rows(limits), False)
         # np.zeros maps pages lazily: a slot costs memory only once tokens are written to it.
-        self.buffer = np.zeros((dims.num_layers, slots, _native.cache_bytes(*self._shape)), np.uint8)
+        shape = dims.num_layers, limits.max_batch, dims.num_kv_heads, cpu_cache_bytes(dims.head_dim, limits)
+        self.buffer = np.zeros(shape, np.uint8)
 
     def compact(self, slot: int, path: NDArray[np.int32]) -> None:
         """Move the rows length + path[j] to length + j in every layer, then count them as committed."""
@@ -102,33 +102,28 @@ class OrtNetwork:
             reason = " ".join(str(error).split())
             raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
         self.dims = dims
-        self.cache = OrtCache(
-            dims, limits.max_batch, cpu_cache_rows(limits), half=self._check_graph(path, limits, widths)
-        )
+        self._check_graph(path, limits, widths)
+        self.cache = OrtCache(dims, limits)
         self.buffers = _Buffers()
         self._binding = self.session.io_binding()
         self._bound: dict[str, NDArray[Any]] = {}
 
-    def _check_graph(self, path: Path, limits: Limits, widths: Mapping[str, int]) -> bool:
-        """Whether the graph's cache is in bfloat16. Raises ArtifactError for a tensor that is missing or has another
-        shape than the arrays bound to it, which would otherwise fail in the first pass or give wrong numbers."""
+    def _check_graph(self, path: Path, limits: Limits, widths: Mapping[str, int]) -> None:
+        """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it, which
+        would otherwise fail in the first pass or give wrong numbers."""
         shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
-        cache = shapes.get(names.CACHE, [None])
-        if cache[0] != (layers := self.dims.num_layers):
-            raise ArtifactError(f"{path} has {cache[0]} layers, the manifest says {layers}; rebuild the engine")
-        rows = cpu_cache_rows(limits)
-        sizes = {
-            _native.cache_bytes(self.dims.num_kv_heads, self.dims.head_dim, rows, half): half for half in (False, True)
-        }
-        expected = {names.CACHE: [cache[-1] if cache[-1] in sizes else next(iter(sizes))]}
-        expected |= {name: [width] for name, width in widths.items()}
-        for name, wanted in expected.items():
+        layers = shapes.get(names.CACHE, [0])[0]
+        if layers != self.dims.num_layers:
+            raise ArtifactError(
+                f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
+            )
+        cache = {2: self.dims.num_kv_heads, 3: cpu_cache_bytes(self.dims.head_dim, limits)}
+        expected = {names.CACHE: cache} | {name: {-1: width} for name, width in widths.items()}
+        for name, axes in expected.items():
             shape = shapes.get(name)
-            if shape is None or shape[-1:] != wanted:
-                raise ArtifactError(
-                    f"{path}: {name} is {shape}, the manifest asks for {wanted[0]} on axis -1; rebuild the engine"
-                )
-        return bool(sizes[cache[-1]])
+            if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
+                wanted = " and ".join(f"{wanted} on axis {axis}" for axis, wanted in axes.items())
+                raise ArtifactError(f"{path}: {name} is {shape}, the manifest asks for {wanted}; rebuild the engine")
 
     def run(
         self,
