@@ -85,9 +85,8 @@ def test_manifests_of_other_graphs(engine: Path, changes: dict[str, Any], messag
 
 
 def test_memory_that_is_not_there(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "ddtree_trt.runtime.engines.onnxruntime.network.np.zeros", refusing(MemoryError("cannot have 8.00 PiB"))
-    )
+    refused = refusing(MemoryError("cannot have 8.00 PiB"))
+    monkeypatch.setattr("ddtree_trt.runtime.engines.onnxruntime.network.np.zeros", refused)
     assert "did not get it (cannot have 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
 
 

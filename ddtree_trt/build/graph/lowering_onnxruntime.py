@@ -31,7 +31,7 @@ class OnnxRuntimeGraph(Graph):
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         self._rows = cpu_cache_rows(limits)
-        shape = [dims.num_layers, "S", dims.num_kv_heads, cpu_cache_bytes(dims.head_dim, limits)]
+        shape: Shape = [dims.num_layers, "S", dims.num_kv_heads, cpu_cache_bytes(dims.head_dim, limits)]
         self.input(names.CACHE, "uint8", shape)
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
