@@ -84,25 +84,23 @@ class Grammar:
         allowed = self._state.validate_tokens(list(path[:end]))
         if end is None or allowed < end or path[end] not in self._ending:
             return allowed
-        return allowed + self._at(path[:end]).is_accepting()
+        state = self._state.deep_copy()
+        state.consume_tokens(list(path[:end]))
+        _check(state)
+        return allowed + state.is_accepting()
 
-    def ends(self, behind: Sequence[int]) -> bool:
-        return bool(behind) and (behind[-1] in self._ending or self._at(behind).is_stopped())
-
-    def mask(self, behind: Sequence[int] = ()) -> Mask:
-        state = self._at(behind)
-        mask = self.library_mask(state)
+    def mask(self) -> Mask:
+        mask = self.library_mask()
         mask[[t for t in self._banned if t < len(mask)]] = False
-        mask[[t for t in self._ending if t < len(mask)]] = state.is_accepting()
+        mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
             raise UsageError("structured: no token of the model's vocabulary continues the output")
         return mask
 
-    def library_mask(self, state: LLMatcher | None = None) -> Mask:
+    def library_mask(self) -> Mask:
         """The tokens whose bytes may be next, bool [V], with the library's opinion of those that end the output."""
-        state = state or self._state
-        bits = np.frombuffer(state.compute_bitmask(), np.uint8)
-        _check(state)
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        _check(self._state)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def advance(self, token: int) -> None:
@@ -126,21 +124,11 @@ class Grammar:
         grammar.ended = state.is_stopped()
         return grammar
 
-    def _at(self, behind: Sequence[int]) -> LLMatcher:
-        if not behind:
-            return self._state
-        state = self._state.deep_copy()
-        state.consume_tokens(list(behind))
-        _check(state)
-        return state
-
 
 class Matcher:
     """Holds a sequence to its constraint: a grammar, which may begin behind an opening. Up to the opening's end
     everything is allowed; a token that goes beyond it, if the grammar allows what it has there. Only `advance` changes
     it.
-
-    `behind` in what follows: tokens between the output and the place asked about, for a look ahead.
     """
 
     def __init__(
@@ -161,31 +149,24 @@ class Matcher:
 
     def allowed_length(self, path: Sequence[int]) -> int:
         """How many tokens of the path may follow the output, one after the other."""
-        opened, grammar, _ = self._opened(path)
+        opened, grammar = self._opened(path)
         rest = path[opened:]
         return opened + (grammar.allowed_length(rest) if grammar and rest else 0)
 
-    def allows(self, token: int, behind: Sequence[int] = ()) -> bool:
-        """Whether the token may be next. False at a place that cannot be reached."""
-        path = [*behind, token]
-        return self.allowed_length(path) == len(path)
+    def allows(self, token: int) -> bool:
+        """Whether the token may be next."""
+        return self.allowed_length([token]) == 1
 
-    def ends(self, behind: Sequence[int]) -> bool:
-        """Whether nothing can follow these tokens."""
-        opened, grammar, _ = self._opened(behind)
-        return grammar is not None and (grammar.ended or grammar.ends(behind[opened:]))
-
-    def mask(self, behind: Sequence[int] = ()) -> Mask:
+    def mask(self) -> Mask:
         """The tokens that may be next, bool [V]. Raises UsageError where there are none, or finding them is too much
         work."""
-        opened, grammar, place = self._opened(behind)
-        if grammar is not None:
-            return grammar.mask(behind[opened:])
-        if place not in self._masks:
+        if self._opening is None:
+            return self._grammar.mask()
+        if self._place not in self._masks:
             while len(self._masks) >= _KEPT_MASKS:
                 del self._masks[next(iter(self._masks))]
-            self._masks[place] = self._mask_before(place)
-        return self._masks[place].copy()
+            self._masks[self._place] = self._mask_before(self._place)
+        return self._masks[self._place].copy()
 
     def advance(self, token: int) -> None:
         """Take an emitted token. Raises UsageError for one that is not allowed."""
@@ -209,19 +190,19 @@ class Matcher:
                 mask[token] = self._grammar.behind_text(rest) is not None if same is None else begins[same]
         return mask
 
-    def _opened(self, path: Sequence[int]) -> tuple[int, Grammar | None, int]:
-        """How many tokens of the path lead to the opening's end, the grammar behind them, and the opening's state.
-        Without an opening's end: all of them and None; where the grammar does not allow what the last of them has
-        behind it: one less and None."""
+    def _opened(self, path: Sequence[int]) -> tuple[int, Grammar | None]:
+        """How many tokens of the path lead to the opening's end, and the grammar behind them. Without an opening's end:
+        all of them and None; where the grammar does not allow what the last of them has behind it: one less and
+        None."""
         if self._opening is None:
-            return 0, self._grammar, 0
+            return 0, self._grammar
         state = self._place
         for place, token in enumerate(path):
             state, rest = self._opening.feed(state, token)
             if rest is not None:
                 grammar = self._grammar.behind_text(rest)
-                return place + (grammar is not None), grammar, state
-        return len(path), None, state
+                return place + (grammar is not None), grammar
+        return len(path), None
 
 
 # What a constraint leaves of a draft
@@ -235,15 +216,13 @@ def with_spare(nodes: int) -> int:
     return nodes + min(_SPARE_SHARE * nodes, _MOST_SPARE)
 
 
-def allowed_part(tree: DraftTree, matcher: Matcher, behind: Sequence[int] = ()) -> DraftTree:
-    """The nodes of the tree whose paths the constraint allows, in their order. `behind`: tokens between the output and
-    the tree's root.
+def allowed_part(tree: DraftTree, matcher: Matcher) -> DraftTree:
+    """The nodes of the tree whose paths the constraint allows, in their order.
 
     A beginning of the result is the allowed part of a beginning of the tree, so a budget may cut it.
     """
     parents, tokens = tree.parents.tolist(), tree.token_ids.tolist()
     allowed: list[bool | None] = [True] + [None] * len(tree)  # None: not yet judged
-    prefix = list(behind)
     for leaf in range(len(tree), 0, -1):
         if allowed[leaf] is not None:
             continue
@@ -253,7 +232,7 @@ def allowed_part(tree: DraftTree, matcher: Matcher, behind: Sequence[int] = ()) 
             node = parents[node]
         path.reverse()
         # Behind a node that is not allowed, none is.
-        length = 0 if node else matcher.allowed_length(prefix + [tokens[n - 1] for n in path]) - len(prefix)
+        length = 0 if node else matcher.allowed_length([tokens[n - 1] for n in path])
         for place, each in enumerate(path):
             allowed[each] = place < length
     kept = np.array(allowed[1:], bool)
