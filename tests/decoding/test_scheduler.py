@@ -309,12 +309,14 @@ class Breaking(MarkovTarget):
         return logits
 
 
-def test_logits_that_are_not_finite_end_their_sequence_only() -> None:
+@pytest.mark.parametrize("batches", [False, True])
+def test_logits_that_are_not_finite_end_their_sequence_only(batches: bool) -> None:
     asked = ([1, 2], SamplingParams(max_tokens=6))
     (expected,) = generate(make(), *asked)
     bad = next(t for t in range(7) if t not in [1, 2, *expected])
     target = Breaking(bad)
     engine = ScriptedEngine(target, Useless(7))  # its trees do not come upon the bad token's row by themselves
+    engine.batches = batches
     sound = completion(engine, *asked)
     biased = completion(engine, [1, 2], SamplingParams(max_tokens=20, logit_bias={bad: 100.0}))
     prefilled = completion(engine, [1, bad], SamplingParams(max_tokens=20))
@@ -325,13 +327,15 @@ def test_logits_that_are_not_finite_end_their_sequence_only() -> None:
         assert "not finite" in str(c.error)
 
 
-def test_a_drafter_that_says_nan_ends_its_sequence_only() -> None:
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_drafter_that_says_nan_ends_its_sequence_only(batches: bool) -> None:
     class Broken(Good):
         def block(self, context: Sequence[int], length: int) -> np.ndarray:
             rows = super().block(context, length)
             return rows * np.nan if context[0] == 5 else rows
 
     engine = ScriptedEngine(TARGET, Broken(TARGET))
+    engine.batches = batches
     asked: list[tuple[int, dict[str, Any]]] = [
         (5, {}),
         (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
@@ -343,8 +347,10 @@ def test_a_drafter_that_says_nan_ends_its_sequence_only() -> None:
     assert [type(c.error) for c in completions] == [EngineError, EngineError, type(None), EngineError]
 
 
-def test_a_watcher_that_fails_ends_its_sequence_only() -> None:
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_watcher_that_fails_ends_its_sequence_only(batches: bool) -> None:
     engine = make()
+    engine.batches = batches
     completions = [completion(engine, *MIXED[i]) for i in (0, 5)]
 
     def watch(round_: Any) -> None:
