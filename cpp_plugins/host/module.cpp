@@ -171,8 +171,8 @@ void compact_cache(const Output& cache, int64_t slot, int64_t head_dim, int64_t 
     }
     for (int64_t j = 0; j < m; ++j) {
         if (kept[j] < 0 || (j > 0 && kept[j] <= kept[j - 1]) || start + kept[j] >= rows) {
-            bad_value("keep must be strictly increasing, not negative, and within the rows: keep[" +
-                      std::to_string(j) + "] is " + std::to_string(kept[j]));
+            bad_value("keep must be strictly increasing, not negative, and within the rows: keep[" + std::to_string(j) +
+                      "] is " + std::to_string(kept[j]));
         }
     }
     for (size_t layer = 0; layer < cache.shape(0); ++layer) {
@@ -211,7 +211,6 @@ NB_MODULE(_native, m) {
     m.def("draw_weights", &draw_weights, "weights"_a, "seed"_a, "position"_a, "ids"_a.none() = nb::none());
     m.def("noise_bits", &noise_bits, "seed"_a, "position"_a, "token"_a);
     m.def("gumbel", &gumbel, "seed"_a, "position"_a, "n"_a);
-    m.def("compact_cache", &compact_cache, "cache"_a, "slot"_a, "head_dim"_a, "rows"_a, "half"_a, "start"_a,
-          "keep"_a);
+    m.def("compact_cache", &compact_cache, "cache"_a, "slot"_a, "head_dim"_a, "rows"_a, "half"_a, "start"_a, "keep"_a);
     m.def("attention_isa", &ddtree::cpu::attention_isa);
 }

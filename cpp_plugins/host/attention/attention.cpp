@@ -53,7 +53,9 @@ const Version& version() {
 
 }  // namespace
 
-void attend(const AttentionPass& pass, int threads, const Parallel& parallel) { version().attend(pass, threads, parallel); }
+void attend(const AttentionPass& pass, int threads, const Parallel& parallel) {
+    version().attend(pass, threads, parallel);
+}
 
 void compact(const CacheShape& shape, unsigned char* slot, int64_t start, const int32_t* keep, int64_t kept) {
     version().compact(shape, slot, start, keep, kept);

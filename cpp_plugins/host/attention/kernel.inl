@@ -1,6 +1,6 @@
-// The arithmetic of cpu_attention.h for one instruction set: included with DDTREE_ISA, the name of its namespace. All of it
-// is written in vectors of LANES floats; compiled without contraction, so that every fused multiply-add is one that is
-// written here.
+// The arithmetic of cpu_attention.h for one instruction set: included with DDTREE_ISA, the name of its namespace. All
+// of it is written in vectors of LANES floats; compiled without contraction, so that every fused multiply-add is one
+// that is written here.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -61,8 +61,12 @@ inline float joined(V x, float (*join)(float, float)) {
     }
     return lane[0];
 }
-inline float highest(V x) { return joined(x, [](float a, float b) { return a > b ? a : b; }); }
-inline float total(V x) { return joined(x, [](float a, float b) { return a + b; }); }
+inline float highest(V x) {
+    return joined(x, [](float a, float b) { return a > b ? a : b; });
+}
+inline float total(V x) {
+    return joined(x, [](float a, float b) { return a + b; });
+}
 
 // e^x for x <= 0, 0 below −87: a polynomial of 2^f by the nearest integer, within two units of the last place.
 inline V exponential(V x) {
@@ -174,7 +178,8 @@ void score(const typename E::Word* unit, int64_t steps, const typename E::Word* 
     }
 }
 
-// Adds to o [rows][padded] the values of steps 0 … count − 1 times their shares: each element's sum in the steps' order.
+// Adds to o [rows][padded] the values of steps 0 … count − 1 times their shares: each element's sum in the steps'
+// order.
 template <class E, int N, int VS, class At>
 void weigh_columns(const At& at, int64_t count, const typename E::Word* const* share, float* const* o, int64_t column) {
     V sum[N][VS];
@@ -204,10 +209,17 @@ void weigh(const At& at, int64_t count, const typename E::Word* const* share, fl
 template <class F>
 void with_rows(int rows, const F& call) {
     switch (rows) {
-        case 1: call(std::integral_constant<int, 1>()); break;
-        case 2: call(std::integral_constant<int, 2>()); break;
-        case 3: call(std::integral_constant<int, 3>()); break;
-        default: call(std::integral_constant<int, 4>());
+        case 1:
+            call(std::integral_constant<int, 1>());
+            break;
+        case 2:
+            call(std::integral_constant<int, 2>());
+            break;
+        case 3:
+            call(std::integral_constant<int, 3>());
+            break;
+        default:
+            call(std::integral_constant<int, 4>());
     }
 }
 
@@ -328,11 +340,12 @@ struct Task {
     template <int N>
     void plain(size_t r, int64_t u) {
         float scores[N][UNIT];
-        run_unit<N>(r, u, scores, [&](float* const* out, const typename E::Word* const* q) {
-            score<E, N>(head.unit(u), head.steps, q, out);
-        }, [&](int64_t step, int64_t column) {
-            return E::read(head.values + (u * UNIT / E::PAIR + step) * head.padded + column);
-        });
+        run_unit<N>(
+            r, u, scores,
+            [&](float* const* out, const typename E::Word* const* q) { score<E, N>(head.unit(u), head.steps, q, out); },
+            [&](int64_t step, int64_t column) {
+                return E::read(head.values + (u * UNIT / E::PAIR + step) * head.padded + column);
+            });
     }
 
     // The N heads of a node over a unit that holds its branch: scores with the rows where they lie, then by position.
@@ -343,30 +356,33 @@ struct Task {
         const int64_t past = row[r].own, low = u * UNIT, end = std::min(row[r].end, low + UNIT);
         const auto place = [&](int64_t position) { return position < past ? position : at[position - past]; };
         float scores[N][UNIT];
-        run_unit<N>(r, u, scores, [&](float* const* out, const typename E::Word* const* q) {
-            float found[N][UNIT];
-            float* each[N];
-            for (int n = 0; n < N; ++n) each[n] = found[n];
-            int64_t held = -1;  // the unit in `found`
-            for (int64_t position = low; position < end; ++position) {
-                const int64_t row_at = place(position);
-                if (row_at / UNIT != held) {
-                    held = row_at / UNIT;
-                    score<E, N>(head.unit(held), head.steps, q, each);
+        run_unit<N>(
+            r, u, scores,
+            [&](float* const* out, const typename E::Word* const* q) {
+                float found[N][UNIT];
+                float* each[N];
+                for (int n = 0; n < N; ++n) each[n] = found[n];
+                int64_t held = -1;  // the unit in `found`
+                for (int64_t position = low; position < end; ++position) {
+                    const int64_t row_at = place(position);
+                    if (row_at / UNIT != held) {
+                        held = row_at / UNIT;
+                        score<E, N>(head.unit(held), head.steps, q, each);
+                    }
+                    for (int n = 0; n < N; ++n) out[n][position - low] = found[n][row_at % UNIT];
                 }
-                for (int n = 0; n < N; ++n) out[n][position - low] = found[n][row_at % UNIT];
-            }
-        }, [&](int64_t step, int64_t column) {
-            if constexpr (E::PAIR == 1) {
-                return E::read(head.values + place(low + step) * head.padded + column);
-            } else {
-                const int64_t first = place(low + 2 * step);
-                const int64_t second = low + 2 * step + 1 < end ? place(low + 2 * step + 1) : first;
-                const U a = E::read(head.values + first / 2 * head.padded + column);
-                const U b = E::read(head.values + second / 2 * head.padded + column);
-                return (first % 2 ? a >> 16 : a & 0xffffu) | (second % 2 ? b & 0xffff0000u : b << 16);
-            }
-        });
+            },
+            [&](int64_t step, int64_t column) {
+                if constexpr (E::PAIR == 1) {
+                    return E::read(head.values + place(low + step) * head.padded + column);
+                } else {
+                    const int64_t first = place(low + 2 * step);
+                    const int64_t second = low + 2 * step + 1 < end ? place(low + 2 * step + 1) : first;
+                    const U a = E::read(head.values + first / 2 * head.padded + column);
+                    const U b = E::read(head.values + second / 2 * head.padded + column);
+                    return (first % 2 ? a >> 16 : a & 0xffffu) | (second % 2 ? b & 0xffff0000u : b << 16);
+                }
+            });
     }
 
     template <int N, class Score, class At>

@@ -1,5 +1,5 @@
-// `DDTreeAttention` as an operator of ONNX Runtime, for `SessionOptions.register_custom_ops_library`. No Python package has
-// ONNX Runtime's C header, and an operator needs little of it: entries of a table that only ever grows at its end.
+// `DDTreeAttention` as an operator of ONNX Runtime, for `SessionOptions.register_custom_ops_library`. No Python package
+// has ONNX Runtime's C header, and an operator needs little of it: entries of a table that only ever grows at its end.
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -155,7 +155,8 @@ std::string misfit(const Kernel& k, const CacheShape& shape, const Tensor* in, c
         taken += s.contexts + s.queries;
         if (k.sees == static_cast<int64_t>(Sees::ANCESTORS)) {
             for (int64_t i = 0; i < s.done + s.queries; ++i, ++nodes) {
-                if (nodes >= known || parents[nodes] < -1 || parents[nodes] >= i) return "parents are not those of trees";
+                if (nodes >= known || parents[nodes] < -1 || parents[nodes] >= i)
+                    return "parents are not those of trees";
             }
         }
     }
@@ -181,7 +182,8 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
     }
     const int64_t size[] = {1, in[KEY].leading() - contexts, k.heads * k.head_dim};
     OrtValue* value = nullptr;
-    if (OrtStatus* status = call(GET_OUTPUT, context, size_t{0}, static_cast<const int64_t*>(size), size_t{3}, &value)) {
+    if (OrtStatus* status =
+            call(GET_OUTPUT, context, size_t{0}, static_cast<const int64_t*>(size), size_t{3}, &value)) {
         return status;
     }
     void* out = nullptr;
@@ -210,7 +212,8 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
         const auto run = [](void* f, size_t i) { (*static_cast<const std::function<void(size_t)>*>(f))(i); };
         void (*plain)(void*, size_t) = run;
         void* data = const_cast<std::function<void(size_t)>*>(&task);
-        if (OrtStatus* status = call(PARALLEL_FOR, static_cast<const OrtKernelContext*>(context), plain, tasks, size_t{0}, data)) {
+        if (OrtStatus* status =
+                call(PARALLEL_FOR, static_cast<const OrtKernelContext*>(context), plain, tasks, size_t{0}, data)) {
             release(RELEASE_STATUS, status);
             for (size_t i = 0; i < tasks; ++i) task(i);
         }
@@ -224,9 +227,9 @@ OrtStatus* create(const Operator*, const void*, const OrtKernelInfo* info, void*
     const struct {
         const char* name;
         int64_t* value;
-    } attributes[] = {{"num_q_heads", &k->heads}, {"num_kv_heads", &k->kv_heads}, {"head_dim", &k->head_dim},
-                      {"rows", &k->rows},       {"layer", &k->layer},           {"window", &k->window},
-                      {"mask_mode", &k->sees},  {"half", &k->stored}};
+    } attributes[] = {
+        {"num_q_heads", &k->heads}, {"num_kv_heads", &k->kv_heads}, {"head_dim", &k->head_dim}, {"rows", &k->rows},
+        {"layer", &k->layer},       {"window", &k->window},         {"mask_mode", &k->sees},    {"half", &k->stored}};
     for (const auto& attribute : attributes) {
         if (OrtStatus* status = call(GET_INT, info, attribute.name, attribute.value)) return status;
     }
