@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ GRID: dict[str, list[tuple[str, list[Any]]]] = {
     "eagle3": [("eagle", [1, 2, 9, 40, "auto"])],
     "autoregressive": [("draft-model", [1, 2, 7, "auto"])],
 }
-ALONE: dict[Any, Any] = {}  # what `ar` said, by engine, prompt and parameters
+# What `ar` said, by engine, prompt and parameters. A closed engine's number may be another's later.
+ALONE: WeakKeyDictionary[LLM, dict[Any, Any]] = WeakKeyDictionary()
 ALLOWED = 0.005  # share of an inexact engine's requests that may differ, all of them by ties
 
 
@@ -108,10 +110,10 @@ def differences(llm: LLM, asked: Sequence[Any], params: Sequence[SamplingParams]
     ties: list[str] = []
     for prompt, p, output in zip(asked, params, found, strict=True):
         alone = SamplingParams(**{**vars(p), "method": "ar", "tree_budget": "auto"})
-        key = id(llm), str(prompt), str(alone)
-        if key not in ALONE:
-            ALONE[key] = llm.generate(prompt, alone)[0]
-        expected = ALONE[key]
+        said, key = ALONE.setdefault(llm, {}), (str(prompt), str(alone))
+        if key not in said:
+            said[key] = llm.generate(prompt, alone)[0]
+        expected = said[key]
         for a, b in zip(expected.outputs, output.outputs, strict=True):
             if is_exact(llm):
                 assert a == b, f"{p}: not that of ar in an exact engine"
