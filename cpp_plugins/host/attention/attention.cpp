@@ -1,5 +1,4 @@
 // The choice of an instruction set, and what does not depend on it.
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -8,8 +7,8 @@
 namespace ddtree::cpu {
 
 void rotate(const AttentionPass& pass, const float* vector, int64_t position, float* x) {
-    const int64_t half = pass.rotary, at = std::min(position, pass.positions - 1);
-    const float *cos = pass.cos + at * half, *sin = pass.sin + at * half;
+    const int64_t half = pass.rotary;
+    const float *cos = pass.cos + position * half, *sin = pass.sin + position * half;
     for (int64_t j = 0; j < half; ++j) {
         const float a = vector[j], b = vector[j + half];
         x[j] = a * cos[j] - b * sin[j];
@@ -22,14 +21,14 @@ namespace {
 
 struct Version {
     const char* name;
-    void (*attend)(const AttentionPass&, int, const Parallel&);
+    void (*attend)(const AttentionPass&, const Parallel&);
     void (*compact)(const CacheShape&, unsigned char*, int64_t, const int32_t*, int64_t);
 };
 
 Version chosen() {
     const Version plain{"plain", plain::attend, plain::compact};
 #ifdef DDTREE_X86
-    const char* limit = std::getenv("DDTREE_CPU_ISA");  // for tests: the best version that may be taken
+    const char* limit = std::getenv("DDTREE_CPU_ISA");  // for tests: the version to take
     const auto allowed = [&](const char* name) { return limit == nullptr || std::strcmp(limit, name) == 0; };
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -53,9 +52,7 @@ const Version& version() {
 
 }  // namespace
 
-void attend(const AttentionPass& pass, int threads, const Parallel& parallel) {
-    version().attend(pass, threads, parallel);
-}
+void attend(const AttentionPass& pass, const Parallel& parallel) { version().attend(pass, parallel); }
 
 void compact(const CacheShape& shape, unsigned char* slot, int64_t start, const int32_t* keep, int64_t kept) {
     version().compact(shape, slot, start, keep, kept);

@@ -10,7 +10,7 @@ void rotate(const AttentionPass& pass, const float* vector, int64_t position, fl
 
 #define DDTREE_VERSION(isa)                                                                                        \
     namespace isa {                                                                                                \
-    void attend(const AttentionPass& pass, int threads, const Parallel& parallel);                                 \
+    void attend(const AttentionPass& pass, const Parallel& parallel);                                              \
     void compact(const CacheShape& shape, unsigned char* layer, int64_t start, const int32_t* keep, int64_t kept); \
     }
 DDTREE_VERSION(plain)

@@ -27,6 +27,7 @@ constexpr int LANES = 4;
 #endif
 constexpr int VECTORS = LANES == 16 ? 4 : 2;  // accumulators of a row: 4 rows of them fit the registers
 constexpr int ROWS = 4;
+constexpr size_t ENOUGH = 8;  // pieces of work that keep threads busy
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 typedef float V __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -396,7 +397,7 @@ struct Task {
         }
         score_all(out, q);
         const int64_t low = u * UNIT;
-        int64_t from = UNIT, end = 0;
+        int64_t end = 0;
         typename E::Word packed[N][UNIT / E::PAIR];
         const typename E::Word* shares[N];
         for (int n = 0; n < N; ++n) {
@@ -404,7 +405,6 @@ struct Task {
             if (shrink != 1.0f) {
                 for (int64_t i = 0; i < head.padded; i += LANES) store(values[n] + i, load(values[n] + i) * shrink);
             }
-            from = std::min(from, std::max<int64_t>(0, row[r + n].first - low));
             end = std::max(end, std::min(UNIT, row[r + n].end - low));
             E::pack(scores[n], UNIT, packed[n]);
             shares[n] = packed[n];
@@ -427,7 +427,7 @@ void join(State& a, float* o, const State& b, const float* added, int64_t padded
 }
 
 template <class E>
-void attend_stored(const AttentionPass& p, int threads, const Parallel& parallel) {
+void attend_stored(const AttentionPass& p, const Parallel& parallel) {
     const int64_t size = p.cache.head_dim, group = p.heads / p.cache.kv_heads, padded = p.cache.padded();
     struct Piece {
         int64_t slot, head, from, to, part, parts;  // part −1: all parts
@@ -481,7 +481,7 @@ void attend_stored(const AttentionPass& p, int threads, const Parallel& parallel
         }
     };
     const auto spread = [&](size_t count, bool worth, const std::function<void(size_t)>& task) {
-        if (threads > 1 && count > 1 && worth) {
+        if (count > 1 && worth) {
             parallel(count, task);
         } else {
             for (size_t i = 0; i < count; ++i) task(i);
@@ -489,10 +489,10 @@ void attend_stored(const AttentionPass& p, int threads, const Parallel& parallel
     };
     spread(p.count * p.cache.kv_heads, (contexts + queries) * size > 4096, write);
 
-    // Too few pieces for the threads: parts apart.
+    // Too few pieces for several threads: parts apart.
     std::vector<Piece> whole;
     size_t partial_rows = 0;
-    if (threads > 1 && pieces.size() < 4 * static_cast<size_t>(threads)) {
+    if (pieces.size() < ENOUGH) {
         std::vector<Piece> split;
         for (const Piece& piece : pieces) {
             if (piece.parts == 1) {
@@ -557,11 +557,11 @@ void attend_stored(const AttentionPass& p, int threads, const Parallel& parallel
 
 }  // namespace
 
-void attend(const AttentionPass& pass, int threads, const Parallel& parallel) {
+void attend(const AttentionPass& pass, const Parallel& parallel) {
     if (pass.cache.stored == Stored::FLOAT) {
-        attend_stored<Float>(pass, threads, parallel);
+        attend_stored<Float>(pass, parallel);
     } else {
-        attend_stored<Half>(pass, threads, parallel);
+        attend_stored<Half>(pass, parallel);
     }
 }
 

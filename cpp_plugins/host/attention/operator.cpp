@@ -1,5 +1,6 @@
 // `DDTreeAttention` as an operator of ONNX Runtime, for `SessionOptions.register_custom_ops_library`. No Python package
 // has ONNX Runtime's C header, and an operator needs little of it: entries of a table that only ever grows at its end.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -99,7 +100,7 @@ constexpr int FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7;
 constexpr int TYPES[INPUTS] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT64, INT32, UINT8};
 
 struct Kernel {
-    int64_t heads, kv_heads, head_dim, rows, layer, window, sees, stored, threads;
+    int64_t heads, kv_heads, head_dim, rows, layer, window, sees, stored;
 };
 
 struct Tensor {
@@ -139,7 +140,7 @@ std::string misfit(const Kernel& k, const CacheShape& shape, const Tensor* in, c
     if (k.layer >= layers || in[CACHE].shape[2] != k.kv_heads || in[CACHE].shape[3] != shape.head_bytes()) {
         return "the cache has another shape than the graph's";
     }
-    if (in[COS].last() != in[SIN].last() || 2 * in[COS].last() > k.head_dim || in[COS].leading() < 1) {
+    if (in[COS].last() != in[SIN].last() || 2 * in[COS].last() > k.head_dim || in[COS].leading() != in[SIN].leading()) {
         return "the rotary tables do not fit the head size";
     }
     if (in[SLOTS].last() != 5) return "slots must be [N, 5]";
@@ -149,7 +150,7 @@ std::string misfit(const Kernel& k, const CacheShape& shape, const Tensor* in, c
     for (int64_t n = 0; n < count; ++n) {
         const SlotRows& s = slots[n];
         if (s.slot < 0 || s.slot >= in[CACHE].shape[1] || s.past < 0 || s.contexts < 0 || s.done < 0 || s.queries < 0 ||
-            s.past + s.contexts + s.done + s.queries > k.rows) {
+            s.past + s.contexts + s.done + s.queries > std::min(k.rows, in[COS].leading())) {
             return "rows of slot " + std::to_string(s.slot) + " do not fit its cache";
         }
         taken += s.contexts + s.queries;
@@ -196,7 +197,6 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
                              static_cast<Sees>(k.sees),
                              k.window,
                              in[COS].last(),
-                             in[COS].leading(),
                              static_cast<const float*>(in[COS].data),
                              static_cast<const float*>(in[SIN].data),
                              slots,
@@ -218,7 +218,7 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
             for (size_t i = 0; i < tasks; ++i) task(i);
         }
     };
-    ddtree::cpu::attend(pass, static_cast<int>(k.threads), parallel);
+    ddtree::cpu::attend(pass, parallel);
     return nullptr;
 }
 
@@ -238,7 +238,6 @@ OrtStatus* create(const Operator*, const void*, const OrtKernelInfo* info, void*
         k->stored > 1) {
         return failed("DDTreeAttention: attributes out of range");
     }
-    k->threads = 2;  // ParallelFor has as many as the session; with one it runs the tasks itself
     *kernel = k.release();
     return nullptr;
 }

@@ -58,10 +58,9 @@ struct AttentionPass {
     CacheShape cache;
     int64_t heads;  // query heads
     Sees sees;
-    int64_t window;     // a row sees positions less than this far away; 0: all
-    int64_t rotary;     // pairs of elements that are rotated: the tables' width
-    int64_t positions;  // rows of the tables
-    const float* cos;   // [positions, rotary]
+    int64_t window;    // a row sees positions less than this far away; 0: all
+    int64_t rotary;    // pairs of elements that are rotated: the tables' width
+    const float* cos;  // [rows, rotary]
     const float* sin;
     const SlotRows* slots;
     int64_t count;           // N
@@ -78,7 +77,7 @@ struct AttentionPass {
 using Parallel = std::function<void(size_t count, const std::function<void(size_t)>& task)>;
 
 // Writes the keys and values of a pass and attends. Arguments must be valid; nothing is checked.
-void attend(const AttentionPass& pass, int threads, const Parallel& parallel);
+void attend(const AttentionPass& pass, const Parallel& parallel);
 
 // In a slot's cache of one layer row start + keep[j] becomes row start + j: the stage `commit`. keep [m] must be
 // strictly increasing and not negative, which makes keep[j] >= j: moving in rising order never overwrites a row still

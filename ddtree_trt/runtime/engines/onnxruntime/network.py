@@ -88,6 +88,9 @@ class OrtCache(SlotLengths):
         self.append(slot, len(path))
 
 
+_NONE: NDArray[np.int32] = np.empty(0, np.int32)
+
+
 class OrtNetwork:
     """A session and the cache of its slots."""
 
@@ -130,7 +133,7 @@ class OrtNetwork:
         slots: Sequence[SlotRows],
         inputs: dict[str, NDArray[Any]],
         outputs: dict[str, NDArray[Any]],
-        parents: NDArray[np.int32] | None = None,
+        parents: NDArray[np.int32] = _NONE,
     ) -> None:
         """Write the slots' rows behind their committed ones and fill `outputs`; nothing is committed. Arrays from
         `buffers` stay bound while their shapes stay. `parents`: of the slots' nodes, those done included."""
@@ -138,8 +141,8 @@ class OrtNetwork:
         for n, rows in enumerate(slots):
             self.cache.check_room(rows.slot, rows.contexts + rows.done + rows.nodes)
             placed[n] = rows.slot, self.cache.lengths[rows.slot], rows.contexts, rows.done, rows.nodes
-        tree = self.buffers.take(names.PARENTS, (0 if parents is None else len(parents),), np.int32)
-        tree[:] = parents if parents is not None else 0
+        tree = self.buffers.take(names.PARENTS, parents.shape, np.int32)
+        tree[:] = parents
         for name, array in (
             *inputs.items(),
             (names.SLOTS, placed),
