@@ -23,9 +23,6 @@ class OnnxRuntimeGraph(Graph):
 
     domains = (MICROSOFT, plugins.NAMESPACE)
 
-    def slots(self, limits: Limits) -> str:
-        return "N"
-
     def table(self, table: Table) -> str:
         return self.weight(table.key, table.make)
 

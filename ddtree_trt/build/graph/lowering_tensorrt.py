@@ -7,6 +7,7 @@ the head are inputs, so that both engines read one copy.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,19 @@ class TensorRtGraph(Graph):
         self.input(names.PAST_LEN, "int32", ["N"])
         if masked:
             self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, -(-max_tokens // 32)])
+
+    def cache(self, dims: TransformerDims, limits: Limits) -> None:
+        """Keys and values [slots, Hkv, S, D] of each layer, as inputs and, the same buffers, as outputs."""
+        shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
+        past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        for name in past:
+            self.input(name, self.floats, shape)
+        for name in present:
+            self.output(name, self.floats, shape)
+
+    @abstractmethod
+    def slots(self, limits: Limits) -> int | str:
+        """The first dimension of a cache."""
 
     def head(self, x: str, table: Table, out: str) -> str:
         """A product of float32, also where the rest is in halves: a strongly typed product of halves gives halves, in

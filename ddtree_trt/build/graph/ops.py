@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
@@ -108,16 +107,6 @@ class Graph(ABC):
         if name not in self._initializers:
             self._initializers[name] = numpy_helper.from_array(value, name)
         return name
-
-    def cache(self, dims: TransformerDims, limits: Limits) -> None:
-        """Add the caches of all layers: keys and values [slots, Hkv, S, D] each, as inputs and, the same buffers, as
-        outputs."""
-        shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
-        past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
-        for name in past:
-            self.input(name, self.floats, shape)
-        for name in present:
-            self.output(name, self.floats, shape)
 
     # Operators of every runtime
 
@@ -233,8 +222,8 @@ class Graph(ABC):
     # Operators that each runtime lowers in its own way
 
     @abstractmethod
-    def slots(self, limits: Limits) -> int | str:
-        """The first dimension of a cache."""
+    def cache(self, dims: TransformerDims, limits: Limits) -> None:
+        """Add the caches of all layers."""
 
     @abstractmethod
     def table(self, table: Table) -> str:
