@@ -72,6 +72,16 @@ class Costs:
         means = self._nearest("draft", slots)
         return (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
 
+    def context_s(self, tokens: int) -> float:
+        """What it adds to a draft that the drafter first takes in so many tokens."""
+        means = self._nearest("context", 1)
+        return (means[0].ratio if means else 1.0) * self._profile.context_s * tokens
+
+    def learn_context(self, tokens: int, seconds: float) -> None:
+        """Take the seconds of `context_s`."""
+        if self._profile.context_s:
+            self._correct("context", 1, 0, seconds / (self._profile.context_s * tokens))
+
     def learn(self, past: int, slots: int, drafting: int, nodes: int, draft_s: float, rest_s: float) -> None:
         """Take the seconds of a round of `slots` slots: of (each pass of) the draft for `drafting` of them, and of all
         the rest, in which the widest tree had so many nodes."""
