@@ -205,7 +205,7 @@ def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = tensorrt_buffers(TARGET, dims, LIMITS, 2)
     rows = sizes.pass_rows(LIMITS, LIMITS.max_batch)
     assert buffers[sizes.TAPS] == rows * 3 * 64 * 2  # its taps, as a DFlash drafter's
-    assert buffers[sizes.DRAFT_LOGITS] == 512 * 4  # its logits, as a language model's
+    assert buffers[sizes.DRAFT_LOGITS] == LIMITS.max_batch * 512 * 4  # its logits, as a language model's
     assert sizes.DRAFTER_EMBEDDING not in buffers
     plan = plan_engine("tensorrt", "bf16", TARGET, dims, LIMITS, 0)
     assert plan.weights_bytes == 512 * 64 * 4  # one head, the target's
