@@ -38,6 +38,7 @@ class Scripted:
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (token, state) of committed rows
         self.absorbed: list[dict[int, int]] = []  # rows of each slot of each pass
         self.expanded: list[Sequence[NewRows]] = []
+        self.barren = -1  # a bonus token behind whose children nothing is possible
 
     def join(self, pieces: Sequence[Any]) -> Any:
         return np.concatenate(pieces)
@@ -57,7 +58,9 @@ class Scripted:
 
     def _level(self, paths: list[tuple[int, ...]], top_k: int) -> Level:
         found = [candidates(path, top_k) for path in paths]
-        return Level(paths, np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+        log_probs = np.stack([f[0] for f in found])
+        log_probs[[len(path) > 1 and path[0] == self.barren for path in paths]] = -np.inf
+        return Level(paths, log_probs, np.stack([f[1] for f in found]))
 
 
 def paths_in(nodes: NewRows) -> list[tuple[int, ...]]:
@@ -147,6 +150,25 @@ def test_a_row_has_its_parent_and_depth(bonus: int) -> None:
     assert nodes.tree.depths.tolist() == [len(path) - 2 for path in paths]
     for path, parent in zip(paths, nodes.tree.parents.tolist(), strict=True):
         assert path[:-1] == (paths[parent] if parent >= 0 else (bonus,))
+
+
+def test_slots_grow_in_the_same_passes_until_each_ends() -> None:
+    """By its length, or where nothing is possible; each with its own number of candidates."""
+    asked = [request(3, slot=2), request(7, slot=0), DraftRequest(1, 5, 2, 2)]
+    drafts = []
+    for calls in ([asked], [[each] for each in asked]):
+        network = Scripted(3)
+        network.barren = 7
+        drafter = EagleDrafter(network, 64, 64, width=3)
+        for slot in range(3):
+            drafter.append_context(slot, np.arange(1 + slot), np.ones((1 + slot, 1)))
+        drafts.append([draft.candidates for call in calls for draft in drafter.draft(call)])
+        if calls == [asked]:
+            assert network.absorbed == [{2: 3, 0: 1, 1: 2}]
+            assert [[rows.slot for rows in each] for each in network.expanded] == [[2, 0, 1], [2], [2]]
+    for found, expected in zip(*drafts, strict=True):
+        for name, values in vars(expected).items():
+            np.testing.assert_array_equal(getattr(found, name), values)
 
 
 def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error() -> None:

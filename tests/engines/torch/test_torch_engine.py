@@ -129,9 +129,9 @@ def test_an_autoregressive_drafter(tmp_path: Path) -> None:
     drafter = make_target(tmp_path / "d", tokenizer=False)
     build_torch_engine(target, drafter, tmp_path / "e").close()
     params: dict[str, Any] = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
-    prompt = [5, 9, 2, 40, 7]
+    prompts = [[5, 9, 2, 40, 7], [3], [8, 1] * 40]
     with LLM(tmp_path / "e") as llm:
-        (expected,) = llm.generate(prompt, SamplingParams(method="ar", **params))
-        (found,) = llm.generate(prompt, SamplingParams(method="draft-model", tree_budget=4, **params))
-    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert found.metrics.acceptance_lengths == [5] * 8
+        expected = llm.generate(prompts, SamplingParams(method="ar", **params))
+        found = llm.generate(prompts, SamplingParams(method="draft-model", tree_budget=4, **params))
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert [o.metrics.acceptance_lengths for o in found] == [[5] * 8] * 3
