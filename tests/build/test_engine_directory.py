@@ -64,22 +64,6 @@ def test_what_must_not_be_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "letter").exists()
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), ValueError("bug"), MemoryError()]
-)
-def test_a_failed_write_changes_nothing(tmp_path: Path, error: BaseException) -> None:
-    destination = tmp_path / "engine"
-    write_engine(destination, "old")
-    expected = BuildError if isinstance(error, OSError) else type(error)
-    with pytest.raises(expected) as caught, atomic_directory(destination, force=True) as temporary:
-        (temporary / "data").write_text("new")
-        raise error
-    if isinstance(error, OSError):
-        assert "No space left on device; nothing was changed, free some space" in str(caught.value)
-    assert (destination / "data").read_text() == "old"
-    assert hidden(tmp_path) == []
-
-
 def test_a_failed_exchange_puts_the_old_engine_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     destination = tmp_path / "engine"
     write_engine(destination, "old")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_eagle, make_target
-from engine_builds import build_engine
+from engine_builds import build_engine, build_torch_engine
 from numerics import path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits, load_manifest
@@ -15,6 +15,7 @@ from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
 PROMPTS = (1, Limits.prefill_chunk + 44, 7, 31, 2)  # tokens of each slot's: one takes two passes
@@ -60,3 +61,11 @@ def test_drafts_together_are_those_alone(tmp_path: Path, kind: str, precision: s
             for engine in (together, alone):
                 engine.verify([VerifyRequest(request.slot, tree)])
                 engine.commit(request.slot, path, taps=True)
+
+
+def test_padded_passes_of_a_drafter_that_is_its_target_are_always_right(tmp_path: Path) -> None:
+    target, prompts = make_target(tmp_path / "target"), [[5, 9, 2, 40, 7], [3], [8, 1] * 40]
+    build_torch_engine(target, make_target(tmp_path / "drafter", tokenizer=False), tmp_path / "engine").close()
+    with LLM(tmp_path / "engine") as llm:
+        params = SamplingParams(method="draft-model", tree_budget=4, max_tokens=1 + 5 * 8, ignore_eos=True)
+        assert [o.metrics.acceptance_lengths for o in llm.generate(prompts, params)] == [[5] * 8] * 3
