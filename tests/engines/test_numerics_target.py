@@ -124,7 +124,7 @@ def test_a_truncated_slot_goes_on_with_other_tokens(slot: Follower, rng: np.rand
 
 
 def test_slots_are_independent(followers: list[Follower], rng: np.random.Generator) -> None:
-    """Two sequences of different lengths in one call where it can be, and one of them alone in between."""
+    """Two sequences of different lengths in one call, and one of them alone in between."""
     engine, vocab = followers[0].engine, vocabulary(followers[0])
     for follower, length in zip(followers, (3, 19), strict=True):
         follower.truncate(0)
@@ -132,11 +132,9 @@ def test_slots_are_independent(followers: list[Follower], rng: np.random.Generat
     for nodes in ((NODES, 5), (2, NODES)):
         trees = [random_tree(rng, n, vocab) for n in nodes]
         requests = [follower.request(tree) for follower, tree in zip(followers, trees, strict=True)]
-        pairs = list(zip(followers, requests, strict=True))
-        for call in [pairs] if engine.batches else [[pair] for pair in pairs]:
-            for (follower, _), verdict in zip(call, engine.verify([request for _, request in call]), strict=True):
-                follower.check(verdict)
-            for follower, request in call:
-                follower.commit(path_to(request.tree, len(request.tree) - 1))
+        for follower, verdict in zip(followers, engine.verify(requests), strict=True):
+            follower.check(verdict)
+        for follower, tree in zip(followers, trees, strict=True):
+            follower.commit(path_to(tree, len(tree) - 1))
         followers[1].verify(trees[0])
         followers[1].commit(path_to(trees[0], 1))
