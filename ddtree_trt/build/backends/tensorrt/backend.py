@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,14 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.gpus import KINDS, UNSERVED, Gpu, find_gpus
-from ddtree_trt.device.libraries import cuda_bindings, cuda_versions, current_gpu, import_tensorrt
+from ddtree_trt.device.libraries import (
+    CudaVersions,
+    CurrentGpu,
+    cuda_bindings,
+    cuda_versions,
+    current_gpu,
+    import_tensorrt,
+)
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with, shown
 from ddtree_trt.models.decoder import TransformerDims
@@ -66,8 +72,8 @@ class TensorRtBuild(PlansBuild):
         self._wanted = options.attention
 
     @cached_property
-    def machine(self) -> Machine:
-        """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
+    def machine(self) -> tuple[Any, CurrentGpu, CudaVersions]:
+        """As `examine` returns it."""
         return examine(self._wanted)
 
     def check_machine(self) -> None:
@@ -85,20 +91,20 @@ class TensorRtBuild(PlansBuild):
         return "native" if _why_native(networks) else "plugin"
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
-        machine, attention = self.machine, self.attention(inputs.networks)
-        check_values(inputs.target, machine.gpu, machine.sm)
+        (trt, gpu, cuda), attention = self.machine, self.attention(inputs.networks)
+        check_values(inputs.target, gpu.name, gpu.sm)
         plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
         # Outside of the directory that is built: later builds use it too.
-        cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
+        cache = directory.parent / f"tensorrt-{trt.__version__}-sm{gpu.sm}.timing"
         tensors = self.write_plans(
-            directory, inputs, progress, machine.trt, attention, plugin_library=plugin_library, timing_cache=cache
+            directory, inputs, progress, trt, attention, plugin_library=plugin_library, timing_cache=cache
         )
         toolchain = {
-            TENSORRT.name: machine.tensorrt,
-            "cuda": machine.cuda,
-            "sm": str(machine.sm),
-            "driver": machine.driver,
-            "gpu": machine.gpu,
+            TENSORRT.name: str(trt.__version__),
+            "cuda": cuda.runtime,
+            "sm": str(gpu.sm),
+            "driver": cuda.driver,
+            "gpu": gpu.name,
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx"),
         }
@@ -160,25 +166,9 @@ class RtxBuild(PlansBuild):
 # TensorRT on this machine
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine that can build, as the manifest records it."""
-
-    trt: Any  # the module
-    cuda: str  # version of the CUDA runtime, for instance 13.0
-    driver: str  # the highest CUDA version the driver supports
-    gpu: str  # name
-    sm: int  # compute capability, 90 for 9.0
-
-    @property
-    def tensorrt(self) -> str:
-        """Version, for instance 11.4.0.106."""
-        return str(self.trt.__version__)
-
-
-def examine(attention: Attention) -> Machine:
-    """This machine, which can build engines with that attention. Raises MissingDependency for what can be installed,
-    BuildError for the rest."""
+def examine(attention: Attention) -> tuple[Any, CurrentGpu, CudaVersions]:
+    """TensorRT's module, the GPU and the versions of this machine, which can build engines with that attention. Raises
+    MissingDependency for what can be installed, BuildError for the rest."""
     trt = import_tensorrt()
     check_release(TENSORRT, trt.__version__)
     cuda = cuda_bindings()
@@ -197,7 +187,7 @@ def examine(attention: Attention) -> Machine:
         )
     if attention == "plugin":
         library.find(library.PLUGINS)
-    return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm)
+    return trt, gpu, versions
 
 
 def check_release(backend: Backend, version: str) -> None:
