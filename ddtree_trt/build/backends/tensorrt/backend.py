@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH, Backend
@@ -72,7 +72,7 @@ class TensorRtBuild(PlansBuild):
         self._wanted = options.attention
 
     @cached_property
-    def machine(self) -> tuple[Any, CurrentGpu, CudaVersions]:
+    def machine(self) -> Machine:
         """As `examine` returns it."""
         return examine(self._wanted)
 
@@ -166,9 +166,17 @@ class RtxBuild(PlansBuild):
 # TensorRT on this machine
 
 
-def examine(attention: Attention) -> tuple[Any, CurrentGpu, CudaVersions]:
-    """TensorRT's module, the GPU and the versions of this machine, which can build engines with that attention. Raises
-    MissingDependency for what can be installed, BuildError for the rest."""
+class Machine(NamedTuple):
+    """A machine that can build: TensorRT's module, and what CUDA says."""
+
+    trt: Any
+    gpu: CurrentGpu
+    cuda: CudaVersions
+
+
+def examine(attention: Attention) -> Machine:
+    """This machine, which can build engines with that attention. Raises MissingDependency for what can be installed,
+    BuildError for the rest."""
     trt = import_tensorrt()
     check_release(TENSORRT, trt.__version__)
     cuda = cuda_bindings()
@@ -187,7 +195,7 @@ def examine(attention: Attention) -> tuple[Any, CurrentGpu, CudaVersions]:
         )
     if attention == "plugin":
         library.find(library.PLUGINS)
-    return trt, gpu, versions
+    return Machine(trt, gpu, versions)
 
 
 def check_release(backend: Backend, version: str) -> None:
