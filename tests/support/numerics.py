@@ -85,6 +85,15 @@ def drafter_of(engine: Measured) -> Any:
     return engine._drafter if isinstance(engine, OrtEngine) else engine.drafter
 
 
+def states_of(engine: Measured, states: Any, rows: int) -> Array:
+    """The states [rows, M·H] that a drafter is told; those of a TensorRT engine are an address on its fake device."""
+    if not isinstance(engine, TrtEngine):
+        return np.asarray(states).astype(np.float32)
+    engine.synchronize()
+    memory: Array = engine.device.api.device.view(states, rows * engine._state_bytes).view(np.float32)
+    return memory.reshape(rows, -1).copy()
+
+
 class Follower:
     """One slot of an engine beside the truth: whatever the engine says of its tokens is compared, row by row."""
 
@@ -100,7 +109,7 @@ class Follower:
             assert states is not None
             if slot == self.slot:
                 assert token_ids.tolist() == self.tokens[-len(token_ids) :]
-                self._told.append(np.asarray(states).astype(np.float32))
+                self._told.append(states_of(engine, states, len(token_ids)))
             append(slot, token_ids, states)
 
         drafter.append_context = spy

@@ -119,10 +119,6 @@ class Engine(Protocol):
         """Tree tokens T that a verification is padded to, rising; None where it is not padded."""
 
     @property
-    def batches(self) -> bool:
-        """Whether a call takes all its slots in one pass; else it takes one slot after the other."""
-
-    @property
     def rounds(self) -> DeviceRounds | None:
         """Rounds that stay on the device; None where the engine has none."""
 

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda, cudaError_t
 from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Machine, generate
-from fake_trt_runtime import FakeContext
+from fake_trt_runtime import FakeContext, FakeTrt
 from kernel_reference import packed_mask
 from numerics import random_tree
+from real_builder import rtx
+from real_tensorrt import WrongCall
 
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.libraries import make_log
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
@@ -298,3 +301,35 @@ def test_closing_gives_back_all_it_can(machine: Machine) -> None:
     with pytest.raises(EngineError, match="cudaFreeHost failed with cudaErrorIllegalAddress"):
         engine.close()
     assert machine.cuda.leaks == ["pinned"]
+
+
+# What ships. Calls of TensorRT are checked where `FakeTrt` lists them
+
+
+def test_the_fake_of_tensorrt_has_what_ships() -> None:
+    """What is read and set; every call of every test is checked where it is made."""
+    real = rtx()
+    with pytest.raises(WrongCall):
+        FakeTrt(FakeCuda(), {}).record("IExecutionContext", "set_tensor_address", 256, "past_key.0")
+    read = ("num_io_tensors", "device_memory_size_v2", "get_tensor_shape")
+    assert all(hasattr(real.ICudaEngine, name) for name in (*read, "get_tensor_name"))
+    assert hasattr(real.IPluginRegistry, "all_creators")
+    for name in ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"):
+        assert isinstance(getattr(real.IRuntimeConfig, name), property)
+    for enum, members in (
+        (real.ExecutionContextAllocationStrategy, {"USER_MANAGED"}),
+        (real.DynamicShapesKernelSpecializationStrategy, {"EAGER", "NONE"}),
+        (real.CudaGraphStrategy, {"DISABLED"}),
+    ):
+        assert members <= set(enum.__members__)
+
+
+def test_tensorrts_log_is_one_that_tensorrt_takes() -> None:
+    real = rtx()
+    log = make_log(real)
+    assert isinstance(log, real.ILogger)
+    for severity in real.ILogger.Severity.__members__.values():
+        log.log(severity, f"{severity.name}\nof two lines")
+    assert log.words() == "INTERNAL_ERROR of two lines; ERROR of two lines"
+    log.clear()
+    assert log.words() == ""
