@@ -133,7 +133,7 @@ def test_the_newest_engine_is_the_default(
         (["--prompt", "x", "--method", "magic"], "method must be auto or one of"),
         (["--prompt", "x", "--method", "draft-model"], "needs a drafter of kind autoregressive"),
         (["--prompt", "x", "--prompt-file", "y"], "give --prompt or --prompt-file, not both"),
-        (["--prompt-file", "/nowhere/at/all"], "--prompt-file /nowhere/at/all cannot be read (No such file or directory)"),
+        (["--prompt-file", "/nowhere/at/all"], "/nowhere/at/all cannot be read (No such file or directory)"),
         (["--prompt", "", "--raw"], "the prompt has no tokens"),
         (["--prompt", "word " * 3000], "tokens, this engine takes at most"),
         (["--prompt", "x", "--compare", "--show-tree"], "give it without --compare"),
