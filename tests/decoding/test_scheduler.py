@@ -99,15 +99,6 @@ def failing(engine: ScriptedEngine, verb: str) -> None:
 # Together
 
 
-def test_sixteen_together_are_as_one_by_one() -> None:
-    engine = make()
-    completions = [completion(engine, *request) for request in MIXED]
-    scheduler = Scheduler(engine)
-    finish(scheduler, completions)
-    assert [said(c) for c in completions] == ALONE
-    assert scheduler.free_slots == 4 and not scheduler.busy
-
-
 @given(
     arrivals=st.lists(st.integers(0, 12), min_size=len(MIXED), max_size=len(MIXED)),
     leaves=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=len(MIXED), max_size=len(MIXED)),

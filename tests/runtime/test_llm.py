@@ -254,3 +254,10 @@ def test_an_output_that_the_default_limit_cut_is_warned_of_once(llm: LLM, caplog
     assert caplog.messages == [
         "an output was cut at 9 tokens, the default where max_tokens is not given; give it for longer ones"
     ]
+
+
+def test_outputs_are_printed_without_lists_of_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("a", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
+    shown = repr(output)
+    assert repr(output.outputs[0].text) in shown and "completion_tokens=4" in shown
+    assert "token_ids" not in shown and "TokenLogprob" not in shown

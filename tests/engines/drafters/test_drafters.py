@@ -132,3 +132,7 @@ def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
     (draft,) = drafter.draft([request(0, bonus=9)])
     assert [d.token for d in draft.drawn or ()] == chain([1, 2, 3, *accepted, 9], 5)
     assert model.passes == [{0: 1}] * 5  # the bonus token and four drafted ones
+    drafter.truncate(0, 1)
+    drafter.append_context(0, np.array([4, 4]), None)
+    (draft,) = drafter.draft([request(0, bonus=9)])
+    assert [d.token for d in draft.drawn or ()] == chain([1, 4, 4, 9], 5)
