@@ -56,6 +56,7 @@ class IdleEngine:
     buckets = None
     rounds = None
     exact = False
+    mixes = False
 
     def __init__(self, slots: int) -> None:
         self.manifest = manifest(slots)

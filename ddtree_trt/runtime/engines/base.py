@@ -59,7 +59,13 @@ class Draft:
 @dataclass(frozen=True)
 class VerifyRequest:
     slot: int
-    tree: TokenTree
+    tree: TokenTree  # or, where the engine mixes passes, a chunk of a prompt: a chain
+    rows: LogitRows = "all"  # of a tree always all
+
+    @property
+    def first_row(self) -> int:
+        """The first of the T rows whose logits are asked for; T for none."""
+        return {"all": 0, "last": len(self.tree) - 1, "none": len(self.tree)}[self.rows]
 
 
 class Rows(Protocol):
@@ -123,6 +129,10 @@ class Engine(Protocol):
         """Rounds that stay on the device; None where the engine has none."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether `verify` takes chunks of prompts beside trees; where it does not, `prefill` makes passes of them."""
+
+    @property
     def exact(self) -> bool:
         """Whether a row's results have the same bits in every pass, whatever the tree and the other slots."""
 
@@ -144,7 +154,8 @@ class Engine(Protocol):
         """One drafter pass per slot over [bonus, MASK × L] on top of every committed token."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        """One target pass over each slot's tree; logits for all T nodes. Nothing is committed yet."""
+        """One target pass over each slot's tree; logits for all T nodes, or those asked for of a chunk. Nothing is
+        committed yet."""
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""

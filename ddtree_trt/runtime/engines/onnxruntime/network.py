@@ -188,9 +188,11 @@ class OrtLanguageModel(OrtNetwork):
         take, sizes = self.buffers.take, [len(e.tree) for e in extensions]
         starts = [0, *accumulate(sizes)]
         token_ids = take(names.TOKEN_IDS, (1, starts[-1]), np.int64)
-        rows = take(names.ROWS, (sum(len(e.rows) for e in extensions),), np.int64)
+        wanted = sum(len(e.rows) for e in extensions)
+        rows = take(names.ROWS, (max(1, wanted),), np.int64)  # the graph computes one at least
+        rows[wanted:] = 0
         np.concatenate([e.tree.token_ids for e in extensions], out=token_ids[0])
-        np.concatenate([e.rows + start for e, start in zip(extensions, starts, strict=False)], out=rows)
+        np.concatenate([e.rows + start for e, start in zip(extensions, starts, strict=False)], out=rows[:wanted])
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
         outputs, taps = {names.LOGITS: logits}, None
         if self._tap_width:
