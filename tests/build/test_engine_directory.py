@@ -47,6 +47,14 @@ def test_a_link_to_an_engine_keeps_pointing_at_it(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and (tmp_path / "engine" / "data").read_text() == "two"
 
 
+def test_what_another_build_has_written_meanwhile_stays(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"cannot write .*; nothing was changed"):  # noqa: SIM117
+        with atomic_directory(tmp_path / "engine", force=False) as temporary:
+            (temporary / "data").write_text("slow")
+            write_engine(tmp_path / "engine", "one")
+    assert (tmp_path / "engine" / "data").read_text() == "one" and hidden(tmp_path) == []
+
+
 def test_what_must_not_be_replaced(tmp_path: Path) -> None:
     write_engine(tmp_path / "engine", "one")
     (tmp_path / "home").mkdir()

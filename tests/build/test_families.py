@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import dims_of, edit_json, make_drafter, make_target
-from safetensors.numpy import load_file, save_file
+from checkpoints import dims_of, edit_json, make_target
 
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
@@ -101,15 +99,3 @@ def test_another_arithmetic_is_refused(family: Family, changes: dict[str, Any], 
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
     assert message in str(caught.value)
-
-
-def test_a_drafter_has_the_layers_of_its_own_family(tmp_path: Path) -> None:
-    path = make_drafter(tmp_path, family=QWEN2)
-    checkpoint = load_checkpoint(path)
-    assert checkpoint.kind.name == "dflash" and checkpoint.dims.qkv_bias and not checkpoint.dims.qk_norm
-    assert "layers.1.self_attn.v_proj.bias" in checkpoint_shapes(checkpoint.dims, tied=False)
-    weights = load_file(path / "model.safetensors")
-    del weights["layers.1.self_attn.v_proj.bias"]
-    save_file(weights, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks layers\.1\.self_attn\.v_proj\.bias"):
-        load_checkpoint(path)

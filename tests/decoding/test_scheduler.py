@@ -99,18 +99,6 @@ def failing(engine: ScriptedEngine, verb: str) -> None:
 # Together
 
 
-@pytest.mark.parametrize("mixes", [False, True])
-def test_sixteen_together_are_as_one_by_one(mixes: bool) -> None:
-    engine = make()
-    engine.mixes = mixes
-    completions = [completion(engine, *request) for request in MIXED]
-    scheduler = Scheduler(engine)
-    finish(scheduler, completions)
-    assert [said(c) for c in completions] == ALONE
-    assert scheduler.free_slots == 4 and not scheduler.busy
-    assert mixes != any(call.verb == "prefill" for call in engine.calls)
-
-
 def test_chunks_of_prompts_are_in_the_pass_of_a_round_up_to_their_size() -> None:
     engine = make()
     engine.mixes = True

@@ -35,17 +35,6 @@ def test_a_kind_and_its_halves(name: str) -> None:
         assert kind.load(half)
 
 
-def test_what_is_no_kind() -> None:
-    unknown: list[object] = ["medusa", None, []]
-    assert all(dims_record(name) is TransformerDims for name in unknown)
-
-    class Unknown(TransformerDims):
-        pass
-
-    with pytest.raises(TypeError, match="no kind of drafter has dimensions of type Unknown"):
-        kind_of(Unknown(*_SHAPE))
-
-
 def test_what_each_kind_needs_and_offers() -> None:
     block, chain, levels = map(kind_of, (DFLASH, TARGET, EAGLE))
     assert [kind.drafts for kind in (block, chain, levels)] == ["block", "tokens", "levels"]

@@ -258,11 +258,6 @@ def test_an_output_that_the_default_limit_cut_is_warned_of_once(llm: LLM, caplog
 
 def test_outputs_are_printed_without_lists_of_tokens(llm: LLM) -> None:
     (output,) = llm.generate("a", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
-    (completion,) = output.outputs
-    assert repr(output) == (
-        f"RequestOutput(request_id={output.request_id!r}, prompt='a', outputs=[CompletionOutput(index=0, "
-        f"text={completion.text!r}, finish_reason='length', stop_reason=None, error=None, "
-        f"cumulative_logprob={completion.cumulative_logprob!r})], finished=True, "
-        f"usage=Usage(prompt_tokens={len(output.prompt_token_ids)}, completion_tokens=4, cached_tokens="
-        f"{output.usage.cached_tokens}))"
-    )
+    shown = repr(output)
+    assert repr(output.outputs[0].text) in shown and "completion_tokens=4" in shown
+    assert "token_ids" not in shown and "TokenLogprob" not in shown

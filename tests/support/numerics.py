@@ -18,6 +18,7 @@ from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.tree import TokenTree
 
 Array = NDArray[np.float32]
@@ -77,11 +78,13 @@ def path_to(tree: TokenTree, node: int) -> NDArray[np.int32]:
     return np.array(path[::-1], np.int32)
 
 
-Measured = OrtEngine | TorchEngine | TrtEngine  # engines whose numbers are compared
+Measured = OrtEngine | TorchEngine | ParallelEngine | TrtEngine  # engines whose numbers are compared
 
 
 def drafter_of(engine: Measured) -> Any:
     """What the engine tells of committed tokens."""
+    if isinstance(engine, ParallelEngine):
+        return engine._engine.drafter  # rank 0's
     return engine._drafter if isinstance(engine, OrtEngine) else engine.drafter
 
 

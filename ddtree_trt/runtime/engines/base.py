@@ -151,7 +151,8 @@ class Engine(Protocol):
         The verdict has T rows for `all`, the last one for `last`, and no row for `none`."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One drafter pass per slot over [bonus, MASK × L] on top of every committed token."""
+        """Draft on top of every committed token, for all slots in the same passes: a block drafter's one is over
+        [bonus, MASK × L]."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """One target pass over each slot's tree; logits for all T nodes, or those asked for of a chunk. Nothing is

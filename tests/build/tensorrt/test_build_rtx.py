@@ -146,13 +146,6 @@ def test_refusals(cli: Cli, tmp_path: Path, options: list[str], words: list[str]
     assert not engine.parent.exists()
 
 
-def test_gpus_are_named_for_this_backend_only(cli: Cli, tmp_path: Path) -> None:
-    for backend in ("tensorrt", "onnxruntime"):
-        words = f"--gpu is for --backend tensorrt-rtx, not for {backend}; leave it out"
-        options = ["--backend", backend, "--gpu", "sm89", "--output", tmp_path / "e"]
-        assert_refused(cli("build", "--target", "tiny", *options), 2, words)
-
-
 def test_a_quantised_target_needs_gpus_that_multiply_it(tmp_path: Path) -> None:
     target, drafter = make_target(tmp_path / "fp8", **DIMS), make_drafter(tmp_path / "dflash", **DIMS)
     request = BuildRequest(

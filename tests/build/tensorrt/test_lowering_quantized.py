@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from checkpoints import edit_json, make_drafter, make_target, write_safetensors
 from engine_builds import build_engine
 from fake_trt_engine import build_trt_engine
@@ -25,7 +24,6 @@ from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 
@@ -135,12 +133,3 @@ def test_a_scale_fp16_cannot_hold(tmp_path: Path, algorithm: str) -> None:
     checkpoint = load_checkpoint(quantize(make_target(tmp_path / "t", **DIMS), algorithm, replace=tiny))
     with pytest.raises(BuildError, match=r"(up_proj|gate_up).*scale is 1e-06, which fp16 cannot hold; use .* bf16"):
         bf16_graph(checkpoint, tmp_path, "float16")
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_quantised_drafter_is_taken_for_what_it_stands_for(tmp_path: Path, algorithm: str) -> None:
-    drafter = load_checkpoint(quantize(make_drafter(tmp_path / "d", **DIMS), algorithm))
-    assert isinstance(drafter.dims, DFlashDims) and drafter.quantizers
-    name = "layers.0.mlp.up_proj.weight"
-    np.testing.assert_array_equal(drafter.tensor(name), projections(drafter.path)[name].weight.numpy())
-    assert torch.isfinite(torch.from_numpy(drafter.tensor(name))).all()

@@ -5,7 +5,7 @@ What a dialect means is stated here a second time, so that the truth does not de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,12 +256,19 @@ def test_rounds(name: str, build: str, tmp_path: Path) -> None:
     pair.draft()
 
 
-@pytest.fixture(
-    scope="module", params=[(n, b) for n in ("block-16", "dspark") for b in (*BUILDS, *LOWERED)], ids="-".join
-)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    name, build = request.param
-    return MADE[name](tmp_path_factory.mktemp("pair"), {**BUILDS, **LOWERED}[build])
+CALLS = [*((n, b) for n in ("block-16", "dspark") for b in (*BUILDS, *LOWERED)), ("block-8", "two ranks")]
+
+
+@pytest.fixture(scope="module", params=CALLS, ids="-".join)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    (name, build), path = request.param, tmp_path_factory.mktemp("pair")
+    if build != "two ranks":
+        yield MADE[name](path, {**BUILDS, **LOWERED}[build])
+        return
+    one = MADE[name](path, build_torch_engine)
+    one.engine.close()
+    with request.getfixturevalue("ranks").open(path / "engine") as engine:
+        yield Pair(engine, path / "target", path / "drafter", one.dims)
 
 
 def test_two_drafts_without_new_states(pair: Pair) -> None:

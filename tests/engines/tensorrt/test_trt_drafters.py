@@ -12,9 +12,6 @@ from fake_trt_engine import FORMS, PROMPTS, Lowerings, Machine, generate, instal
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.device import buffers
-from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
-from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 
 # Of an autoregressive drafter: other shapes, one layer, a head that is not its embedding.
@@ -58,12 +55,6 @@ def test_rounds_are_those_of_the_onnxruntime_engine(pair: Any, length: int, opti
     found, expected = (generate(llm, [*PROMPTS, PROMPTS[0]], **options) for llm in pair[:2])
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert [o.metrics.acceptance_lengths for o in found] == [o.metrics.acceptance_lengths for o in expected]
-
-
-def test_nobody_asks_for_states(pair: Any) -> None:
-    engine = pair[0].engine
-    assert isinstance(engine, TrtEngine) and isinstance(engine.drafter, AutoregressiveDrafter)
-    assert not {buffers.TAPS, buffers.STATES, buffers.CONTEXT} & set(engine.layout.sizes)
 
 
 def test_drafted_tokens_are_one_captured_pass_each(pair: Any) -> None:

@@ -19,13 +19,11 @@ from fake_trt_engine import (
     RTX,
     Form,
     Lowerings,
-    Machine,
     build_trt_engine,
     generate,
     installed,
 )
 
-from ddtree_trt.artifact import files as artifact
 from ddtree_trt.device import buffers
 from ddtree_trt.runtime.llm import LLM
 
@@ -83,12 +81,6 @@ def test_half_precision(small_engine: Path, tmp_path: Path, form: Form) -> None:
         assert tokens(tree) == tokens(plain)
         assert sum(o.metrics.mean_acceptance_length for o in tree) > 1.4 * len(tree)
         assert not machine.cuda.leaks
-
-
-def test_a_profile_is_measured_where_there_is_none(machine: Machine) -> None:
-    with LLM(machine.directory) as llm:
-        assert (machine.directory / artifact.PROFILE).is_file()
-        assert llm.engine.length(0) == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])

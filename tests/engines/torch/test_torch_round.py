@@ -13,7 +13,6 @@ import kernel_reference as plugin_reference
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_target
 from engine_builds import CHATS, PACKAGED, build_torch_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -239,11 +238,6 @@ def test_rounds_on_the_kernels(
         found[way] = decode(engine, prefill(engine, prompts[:1]), 24)
     assert found["device"] == found["host"]
     assert max(found["device"][1][0]) > 2
-
-
-def test_an_autoregressive_drafter_has_none(tmp_path: Path) -> None:
-    target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", tokenizer=False)
-    assert build_torch_engine(target, drafter, tmp_path / "e").rounds is None
 
 
 # Its parts
