@@ -84,7 +84,7 @@ class PromptChunk(_Part):
         return "all" if self.sequence.params.prompt_logprobs is not None else "last" if self._last else "none"
 
     def verify_request(self) -> VerifyRequest:
-        return VerifyRequest(self.slot, token_chain(self.token_ids), self.rows)
+        return VerifyRequest(self.slot, token_chain(self.token_ids), rows=self.rows)
 
     def walk(self, verdict: Verdict) -> None:
         """Keep the log-probabilities that are asked for, and emit the first token behind the whole prompt."""

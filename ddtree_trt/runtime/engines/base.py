@@ -8,7 +8,7 @@ is shared between slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -60,7 +60,7 @@ class Draft:
 class VerifyRequest:
     slot: int
     tree: TokenTree  # or, where the engine mixes passes, a chunk of a prompt: a chain
-    rows: LogitRows = "all"  # of a tree always all
+    rows: LogitRows = field(default="all", kw_only=True)  # of a tree always all
 
     @property
     def first_row(self) -> int:

@@ -97,7 +97,7 @@ class ScriptedEngine:
         size = len(token_ids)
         assert token_ids.dtype == np.int64
         assert 0 < size <= self.manifest.limits.prefill_chunk
-        (verdict,) = self._pass("prefill", [VerifyRequest(slot, token_chain(token_ids), rows)])
+        (verdict,) = self._pass("prefill", [VerifyRequest(slot, token_chain(token_ids), rows=rows)])
         self._keep(slot, np.arange(size), taps)
         return verdict
 

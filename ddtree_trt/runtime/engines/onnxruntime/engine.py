@@ -15,7 +15,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.onnxruntime.network import Extension, OrtLanguageModel
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
@@ -64,13 +64,12 @@ class OrtEngine:
         self._drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows)])
+        (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
         self.commit(slot, np.arange(len(token_ids), dtype=np.int32), taps=taps)
         return verdict
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        extensions = [Extension(r.slot, r.tree, np.arange(r.first_row, len(r.tree))) for r in requests]
-        outputs = self._target.extend_all(extensions)
+        outputs = self._target.extend_all(requests)
         for request, output in zip(requests, outputs, strict=True):
             self._last_passes[request.slot] = _LastPass(request.tree.token_ids, output.taps)
         return [Verdict(output.choices, output.logits) for output in outputs]
