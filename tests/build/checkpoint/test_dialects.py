@@ -202,14 +202,6 @@ def test_values_that_cannot_be(
 # Tables
 
 
-def test_a_smaller_vocabulary(tmp_path: Path) -> None:
-    loaded = load_checkpoint(make_dialect(tmp_path, "speculators-dspark"))
-    dims = loaded.dims
-    assert isinstance(dims, DFlashDims) and dims.draft_vocab_size == VOCABULARY
-    assert loaded.shapes["lm_head.weight"] == (VOCABULARY, 32) and loaded.shapes["embed_tokens.weight"] == (96, 32)
-    np.testing.assert_array_equal(loaded.tensor("d2t"), np.arange(VOCABULARY) * 2)
-
-
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
@@ -298,14 +290,6 @@ def test_what_is_not_implemented_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=field):
         read(tmp_path, name, **changes)
-
-
-def test_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
-    checkpoint, dims = loaded(make_eagle(tmp_path / "drafter", seed=3))
-    assert not dims.own_embedding
-    weights = eagle_weights(dims, 3)
-    for name in ("layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "fc.weight", "d2t"):
-        np.testing.assert_array_equal(checkpoint.tensor(name), weights[name])
 
 
 def test_tables_of_its_own(tmp_path: Path) -> None:
