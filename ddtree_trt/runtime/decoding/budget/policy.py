@@ -301,6 +301,8 @@ class RoundPlan:
         if shared.proposes != "block":
             self._passes = size
         for i, gains in zip(drafting, expected, strict=True):
+            if (slot := self._slots[i].slot) is not None:
+                shared.known[slot] = self._slots[i].past
             self._autos[i].levels = size if shared.proposes == "levels" else None
             if shared.proposes == "tokens" or self._ahead:
                 self._nodes[i] = min(size, self._deepest[i]) if shared.proposes == "tokens" else size
@@ -343,9 +345,6 @@ class RoundPlan:
         if not self._autos:
             return
         costs, drafting = self._shared.costs, 0 if self._mixed else len(self._drafting)
-        for i in self._drafting:
-            if (slot := self._slots[i].slot) is not None:
-                self._shared.known[slot] = self._slots[i].past
         if drafting and (tokens := sum(self._waiting[i] for i in self._drafting)):
             costs.learn_context(tokens, draft_s - self._passes * costs.draft_s(self._past, drafting))
             drafting = 0
