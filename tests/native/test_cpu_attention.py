@@ -27,7 +27,7 @@ from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 Floats = NDArray[np.float32]
 Rows = list[tuple[int, int, int, int, int]]  # slot, past, contexts, done, nodes
 TOLERANCE = {False: 2e-5, True: 4e-2}
-LONG = [pytest.param(seed, 8192, marks=pytest.mark.slow) for seed in range(24, 64)]
+SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 64)]
 TYPES = {"query": 1, "key": 1, "value": 1, "cos": 1, "sin": 1, "slots": 7, "parents": 6, "cache": 2}
 
 
@@ -107,10 +107,10 @@ def chain(size: int) -> list[int]:
     return list(range(-1, size - 1))
 
 
-@pytest.mark.parametrize(("seed", "longest"), [*((seed, 1200) for seed in range(24)), *LONG])
-def test_trees_of_several_slots(seed: int, longest: int) -> None:
+@pytest.mark.parametrize("seed", [*range(24), *SLOW])
+def test_trees_of_several_slots(seed: int) -> None:
     """Against NumPy; and a path alone, its nodes one by one, and what a commit of it leaves have the same bits."""
-    rng, half = np.random.default_rng(seed), seed % 2 == 1
+    rng, half, longest = np.random.default_rng(seed), seed % 2 == 1, 1200 if seed < 24 else 8192
     kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 3, 5, 8]))
     size, rows = int(rng.choice([32, 64, 80, 96, 128, 256])), int(rng.choice([192, 640, longest + 192]) // 64 * 64)
     layer = Layer(kv_heads, kv_heads * group, size, rows, half, threads=1 + seed % 4)
@@ -169,7 +169,7 @@ def test_trees_of_several_slots(seed: int, longest: int) -> None:
         np.testing.assert_array_equal(following[0], following[1])
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(s, marks=pytest.mark.slow) for s in range(12, 60))])
+@pytest.mark.parametrize("seed", [*range(12), *SLOW])
 def test_blocks_behind_contexts(seed: int) -> None:
     """Of a block drafter: contexts have keys alone; a block's rows see it whole, or what is before, in windows."""
     rng, half = np.random.default_rng(seed), seed % 2 == 1
@@ -273,6 +273,19 @@ def test_other_instruction_sets(isa: str) -> None:
     if os.environ.get("DDTREE_CPU_ISA") or _native.attention_isa() == "plain":
         pytest.skip("this run has one instruction set")
     tests = [f"{__file__}::{name}" for name in ("test_trees_of_several_slots", "test_blocks_behind_contexts")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", "0 or 3 or 6", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "0 or 3 or 6",
+        "-m",
+        "not slow",
+        *tests,
+    ]
     done = subprocess.run(command, env={**os.environ, "DDTREE_CPU_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
