@@ -44,7 +44,8 @@ def bilinear_rows(
     children or -1, all [F, C]. Row 0 is the root's, row 1 + t C + a has the children of candidate a of position t."""
 
 def packed_mask(parents: Int32s) -> Int32s:
-    """[T, ceil(T / 32)]: bit j % 32 of word j // 32 in row i is set when j is i or an ancestor of i."""
+    """[T, ceil(T / 32)]: bit j % 32 of word j // 32 in row i is set when j is i or an ancestor of i. There may be
+    several trees."""
 
 def walk(parents: Int32s, token_ids: Int32s, choices: NDArray[np.int64] | Int32s) -> Int32s:
     """The nodes met from the root, following the first child whose token is the target's choice at the current node.

@@ -56,7 +56,6 @@ class IdleEngine:
     buckets = None
     rounds = None
     exact = False
-    batches = False
 
     def __init__(self, slots: int) -> None:
         self.manifest = manifest(slots)

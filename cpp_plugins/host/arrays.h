@@ -93,15 +93,15 @@ auto* checked(const Array& array, const char* name, const char* layout, size_t n
 
 inline int64_t extent(const Input& array, size_t dimension) { return static_cast<int64_t>(array.shape(dimension)); }
 
-inline const int32_t* checked_parents(const Input& array) {
+inline const int32_t* checked_parents(const Input& array, int32_t least = 0) {
     const int32_t* parents = checked<int32_t>(array, "parents", "[T]", 1);
     if (array.size() == 0) {
         bad_value("parents must have at least one node, the root");
     }
-    const int64_t i = ddtree::first_invalid_parent(parents, extent(array, 0));
+    const int64_t i = ddtree::first_invalid_parent(parents, extent(array, 0), least);
     if (i >= 0) {
-        bad_value("parents must be topological (parents[0] == -1, then 0 <= parents[i] < i): parents[" +
-                  std::to_string(i) + "] is " + std::to_string(parents[i]));
+        bad_value("parents must be topological (parents[0] == -1, then " + std::to_string(least) +
+                  " <= parents[i] < i): parents[" + std::to_string(i) + "] is " + std::to_string(parents[i]));
     }
     return parents;
 }

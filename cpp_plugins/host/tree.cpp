@@ -166,12 +166,12 @@ RowStatus build_tree(const Bilinear& source, TreeLimits limits, BilinearRows& ro
     return grow(BilinearRowsOf{rows}, empty, source.candidates, limits, workspace);
 }
 
-int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens) {
+int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens, int32_t least) {
     if (parents[0] != -1) {
         return 0;
     }
     for (int64_t i = 1; i < tree_tokens; ++i) {
-        if (parents[i] < 0 || parents[i] >= i) {
+        if (parents[i] < least || parents[i] >= i) {
             return i;
         }
     }
@@ -182,7 +182,7 @@ void packed_mask(const int32_t* parents, int64_t tree_tokens, int32_t* out) {
     const int64_t words = (tree_tokens + 31) / 32;
     for (int64_t i = 0; i < tree_tokens; ++i) {
         int32_t* row = out + i * words;
-        if (i == 0) {
+        if (parents[i] < 0) {
             std::fill_n(row, words, 0);
         } else {
             std::memcpy(row, out + parents[i] * words, static_cast<size_t>(words) * sizeof(int32_t));

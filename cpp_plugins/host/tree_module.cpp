@@ -168,7 +168,7 @@ nb::tuple bilinear_rows(const Input& unary, const Input& token_ids, const Input&
 }
 
 nb::object packed_mask(const Input& parents) {
-    const int32_t* tree = checked_parents(parents);
+    const int32_t* tree = checked_parents(parents, -1);
     const size_t tree_tokens = parents.shape(0);
     const size_t words = (tree_tokens + 31) / 32;
     std::unique_ptr<int32_t[]> mask(new int32_t[tree_tokens * words]);

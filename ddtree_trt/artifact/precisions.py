@@ -45,6 +45,6 @@ PRECISIONS: Mapping[str, Precision] = {
 
 
 def block_drafter_precision(engine: PrecisionName) -> PrecisionName:
-    """What a new engine's block drafter is computed in: bf16 in an engine of fp16, whose range a drafter's states, made
+    """What a block drafter is computed in: bf16 in an engine of fp16, whose range a drafter's states, made
     of several layers of the target's, may leave without an error. Otherwise the engine's own."""
     return "bf16" if engine == "fp16" else engine

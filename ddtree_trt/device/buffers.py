@@ -206,8 +206,8 @@ def _drafter_buffers(
             CONTEXT: rows.context * width,
         }
     if kind.block_size is None:
-        buffers[DRAFT_LOGITS] = drafter.vocab_size * FLOAT_BYTES
-        buffers[DRAFTER_CONTROL] = _pass_control_bytes(1, limits.prefill_chunk, limits)
+        buffers[DRAFT_LOGITS] = slots * drafter.vocab_size * FLOAT_BYTES
+        buffers[DRAFTER_CONTROL] = _pass_control_bytes(slots, slots * limits.prefill_chunk, limits)
         return buffers, 0
     positions = max(slots * 2 * block, rows.chunk + block)
     buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)

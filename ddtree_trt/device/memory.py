@@ -204,8 +204,8 @@ class _Engine:
         if self.backend.kernels:
             return trees * (depth + self.drafter.num_layers) * CAPTURED_LAYER_BYTES
         block, slots = kind_of(self.drafter).block_size, self.limits.max_batch
-        alone = slots if self.native else 1  # of one token of one slot, as an autoregressive drafter's passes are
-        drafts = captured_passes(len(context_steps(block)), slots, neighbours=self.native) if block else alone
+        steps = len(context_steps(block)) if block else 1  # an autoregressive drafter's passes are of one token
+        drafts = captured_passes(steps, slots, neighbours=self.native)
         verifications = captured_passes(trees, slots, neighbours=self.native)
         return (verifications * depth + drafts * self.drafter.num_layers) * CAPTURED_LAYER_BYTES
 

@@ -92,8 +92,15 @@ class LLM:
         `error`; the others are not affected. The first output that the default of `max_tokens` cuts is warned of.
         Raises UsageError before anything runs when one of the calls is wrong, EngineError when the engine fails.
         """
+        make = partial(self.core.maker.make, chat_template_kwargs=chat_template_kwargs, tools=tools)
+
+        def work(progress: Progress) -> list[Request]:
+            requests = [make(prompt, params) for prompt, params in _pairs(prompts, sampling_params)]
+            self.core.run(requests, progress)
+            return requests
+
         with _bar(use_tqdm) as progress:
-            requests = self._call(lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools, progress))
+            requests = self._call(lambda: work(progress))
         for request in requests:
             request.raise_error(but=UsageError)
         self._warn_of_cut(requests)
@@ -132,18 +139,6 @@ class LLM:
                 "an output was cut at %d tokens, the default where max_tokens is not given; give it for longer ones",
                 cut[0].max_tokens,
             )
-
-    def _run(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        tools: Tools | None,
-        progress: Progress,
-    ) -> list[Request]:
-        requests = self._make(prompts, params, chat_template_kwargs, tools)
-        self.core.run(requests, progress)
-        return requests
 
     def stream(
         self,
@@ -216,23 +211,6 @@ class LLM:
         while self._left:
             self.core.cancel(self._left.popleft())
 
-    def _make(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        tools: Tools | None,
-    ) -> list[Request]:
-        items = as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(items)
-        else:
-            each = list(params) if isinstance(params, Sequence) else [params] * len(items)
-            if len(each) != len(items):
-                raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
-        make = partial(self.core.maker.make, chat_template_kwargs=chat_template_kwargs, tools=tools)
-        return [make(prompt, p) for prompt, p in zip(items, each, strict=True)]
-
     def close(self) -> None:
         """Release the engine. Open streams end with an error; a second call, or one in a forked process, does nothing.
         Raises UsageError while a call is running."""
@@ -248,6 +226,17 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pairs(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Iterator[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters. Raises UsageError where there are not as many of them."""
+    items = as_prompts(prompts)
+    if isinstance(params, Sequence) and len(params) != len(items):
+        raise UsageError(f"{len(items)} prompts but {len(params)} sampling params; give one, or one per prompt")
+    each = params if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(items)
+    return zip(items, each, strict=True)
 
 
 @contextmanager

@@ -94,9 +94,8 @@ class Scheduler:
         for on_device in (True, False):
             # The prefill may have ended a sequence.
             running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
-            for group in [running] if self.engine.batches else [[s] for s in running]:
-                if group:
-                    advanced += self._guard(group, lambda s: decode_round(self.engine, s, self.clock))
+            if running:
+                advanced += self._guard(running, lambda s: decode_round(self.engine, s, self.clock))
         self._sweep()
         return advanced
 

@@ -38,12 +38,6 @@ def test_round_trip(changes: dict[str, Any]) -> None:
     assert type(again.target_dims.rope_theta) is float
 
 
-def test_switches_at_their_default_are_not_said() -> None:
-    """As before there were any: an older runtime reads such an engine."""
-    for dims in ("target_dims", "drafter_dims"):
-        assert not json.loads(make_manifest().to_json())[dims].keys() & {"qk_norm", "qkv_bias", "rope_scaling"}
-
-
 def test_what_computes_attention() -> None:
     """A manifest of before there was a choice names its plugin; one that names none is of native attention."""
     plugin = {"name": "DDTreeAttention", "abi": "2"}
@@ -104,6 +98,7 @@ def test_the_command_that_rebuilds_plans() -> None:
             {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 5.0},
             "drafter_dims.rope_scaling: beta_fast 4 is below beta_slow 5",
         ),
+        ("drafter_kind", "medusa", "m: drafter_kind must be"),
         ("drafter_kind", "autoregressive", "m: drafter_dims.block_size is unknown"),
         ("drafter_dims.tap_layers", [0, "x"], "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999"),
         ("drafter_dims.tap_layers", 3, "m: drafter_dims.tap_layers must be a list, found 3"),

@@ -53,18 +53,12 @@ def test_what_is_written_is_read(file: Path) -> None:
 
 LIES: dict[str, dict[str, dict[str, Any]]] = {
     "another type": {"a": {"dtype": "F16"}},
-    "an unknown type": {"a": {"dtype": "\x1b[2J"}},
     "another shape": {"a": {"shape": [5]}},
-    "a negative extent": {"a": {"shape": [-4]}},
     "an extent that overflows": {"a": {"shape": [1 << 62, 16]}},
-    "no length": {"a": {"data_offsets": [40, 24]}},
     "an overlap": {"a": {"data_offsets": [0, 16]}},
     "no integers": {"a": {"data_offsets": [24.0, 40.0]}},
-    "texts": {"a": {"data_offsets": ["24", "40"]}},
     "a gap": {"a": {"data_offsets": [28, 44]}},
-    "one place": {"a": {"data_offsets": [24]}},
     "behind the end": {"scalar": {"shape": [2], "data_offsets": [40, 48]}},
-    "before the end": {"scalar": {"dtype": "F16", "data_offsets": [40, 42]}},
     "no name": {"a\nb": {"dtype": "F32", "shape": [0], "data_offsets": [44, 44]}},
 }
 

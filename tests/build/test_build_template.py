@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from build_faults import assert_refused, build_args
-from checkpoints import edit_json, make_drafter, make_pair, make_target
+from checkpoints import make_drafter, make_pair, make_target
 from command_line import Cli
 
 from ddtree_trt.artifact.manifest import load_manifest
@@ -203,12 +203,3 @@ def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, m
 
 
 # The tokenizer is loaded before anything is written
-
-
-@pytest.mark.parametrize("changes", [{"model": {"type": "abacus", "vocab": {}}}, {"pre_tokenizer": {"type": "x"}}])
-def test_tokenizers_that_do_not_load(pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any]) -> None:
-    edit_json(pair[0] / "tokenizer.json", **changes)
-    with pytest.raises(CheckpointError, match="no usable tokenizer") as caught:
-        compile_engine(request(pair, tmp_path / "engine"))
-    assert str(caught.value).isprintable()
-    assert not (tmp_path / "engine").exists()

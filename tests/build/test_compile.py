@@ -123,15 +123,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert first.target == again.target
 
 
-def test_autoregressive_drafter(tmp_path: Path) -> None:
-    pair = make_target(tmp_path / "t"), make_target(tmp_path / "d", hidden_size=16, num_layers=1, tokenizer=False)
-    manifest = build(pair, tmp_path / "engine")
-    assert manifest.drafter_kind == "autoregressive" and manifest.drafter_dims.hidden_size == 16
-    assert "taps" not in manifest.tensors["target"]["outputs"] + manifest.tensors["drafter"]["outputs"]
-    target, drafter = (initialisers(tmp_path / "engine" / g) for g in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH))
-    assert not target.keys() & drafter.keys()
-
-
 def test_tokenizer_files(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "pair")
     (pair[0] / "chat_template.jinja").write_text("{{ messages }}")
@@ -152,15 +143,6 @@ def test_generation_config_is_the_models_where_the_tokenizer_lies_beside(tmp_pat
     (pair[0] / "generation_config.json").write_text('{"eos_token_id": 7}')
     build(pair, tmp_path / "engine")
     assert json.loads((tmp_path / "engine" / "generation_config.json").read_text()) == {"eos_token_id": 7}
-
-
-def test_names_and_destinations(tmp_path: Path) -> None:
-    assert BuildRequest(target="tiny").destination == Path("engines/tiny")
-    assert BuildRequest(checkpoint=tmp_path / "My-Model_1.5").name == "My-Model_1.5"
-    assert BuildRequest(target="tiny", output=Path("x")).destination == Path("x")
-    pair = make_pair(tmp_path)
-    manifest = compile_engine(BuildRequest(checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e"))
-    assert manifest.name == "target" and manifest.chat_template_args == {} == manifest.golden_tau
 
 
 # The weight file
@@ -240,17 +222,6 @@ def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) 
         in_bf16 = precision == "fp16" and weight.network == "drafter" and kind != "autoregressive"
         expected = torch.cat(parts).view(weight.shape).to(torch.bfloat16 if in_bf16 else DTYPES[precision])
         assert torch.equal(stored[weight.name], expected), weight.name
-
-
-def test_weights_too_large_for_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(tmp_path)
-    checkpoint = type(load_checkpoint(pair[0]))
-    tensor = checkpoint.tensor
-    monkeypatch.setattr(checkpoint, "tensor", lambda self, name: tensor(self, name) * 1e6)
-    with pytest.raises(BuildError, match=r"embed_tokens.weight has weights up to .*fp16 cannot hold.*--precision bf16"):
-        build(pair, tmp_path / "engine", backend="torch", precision="fp16")
-    assert not (tmp_path / "engine").exists()
-    assert build(pair, tmp_path / "engine", backend="torch", precision="bf16").precision == "bf16"
 
 
 def test_auto_is_bf16_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,17 @@ import errno
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from build_faults import OldEngine, assert_refused, build_args, fingerprint
+from build_faults import OldEngine, assert_refused, build_args
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target, random_weights, write_safetensors
 from command_line import Cli
 from gguf_files import make_gguf
@@ -97,6 +95,10 @@ def test_unusable_pair(
         (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter PATH too"]),
         (["--target", "tiny", "--attention", "native"], ["--attention is for --backend tensorrt, not for"]),
+        (
+            ["--target", "tiny", "--backend", "onnxruntime", "--gpu", "sm89"],
+            ["--gpu is for --backend tensorrt-rtx, not for onnxruntime; leave it out"],
+        ),
         (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
         (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
         (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),
@@ -253,58 +255,6 @@ def test_builds_that_die_at_any_moment(builder: Builder, tmp_path: Path, over: s
     assert died and (over == "nothing" or whole == cases)
     assert builder.build(force=True) == 0
     assert [path.name for path in place.parent.iterdir()] == ["mine"]
-
-
-# Interruptions
-
-SLOW_BUILD = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background starts with it ignored
-from ddtree_trt.build.graph.weights import WeightFile
-write, count = WeightFile._write, 0
-def slow(self, key, array):
-    global count
-    count += 1
-    if count == 20:
-        print("in the middle", flush=True)
-        sys.stdin.read()
-    return write(self, key, array)
-WeightFile._write = slow
-from ddtree_trt.cli import main
-main()
-"""
-
-
-@contextmanager
-def in_the_middle(*args: object) -> Iterator[subprocess.Popen[str]]:
-    """A build that has written some weights and waits to read all of stdin."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", SLOW_BUILD, *map(str, args)]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in the middle\n", process.communicate()
-        yield process
-
-
-def test_ctrl_c_in_the_middle_of_a_build(pair: tuple[Path, Path], old: OldEngine) -> None:
-    with in_the_middle(*build_args(pair, old.path, "--force")) as process:
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (130, "")
-    assert re.fullmatch(r"backend onnxruntime: [^\n]+\n", err), err
-    old.assert_untouched()
-
-
-def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two builds at once: neither removes the other's files, and the last to end replaces nothing by accident."""
-    engine = tmp_path / "engines" / "mine"
-    with in_the_middle(*build_args(pair, engine)) as slow:
-        compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine))
-        before = fingerprint(engine)
-        out, err = slow.communicate(timeout=300)
-    assert_refused((slow.returncode, out, err), 1, f"cannot write {engine}", "nothing was changed")
-    assert fingerprint(engine) == before
-    assert [p.name for p in engine.parent.iterdir()] == ["mine"]
 
 
 # Memory

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import BY_SWITCHES, TARGET_DIMS, dims_of, edit_json, make_drafter, make_pair, make_target
-from safetensors.numpy import load_file, save_file
+from checkpoints import dims_of, edit_json, make_target
 
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest
-from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
@@ -103,32 +99,3 @@ def test_another_arithmetic_is_refused(family: Family, changes: dict[str, Any], 
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("backend", "precision"),
-    [("onnxruntime", "fp32"), ("onnxruntime", "int8"), ("torch", "fp32"), ("torch", "bf16"), ("tensorrt", "bf16")],
-)
-def test_a_dry_run_counts_every_tensor(backend: Any, precision: Any, tmp_path: Path) -> None:
-    """A family with more tensors takes more: an item for each value of a bias, which int8 does not round."""
-    sizes = {}
-    for name, family in BY_SWITCHES.items():
-        target, drafter = make_pair(tmp_path / name, family=family)
-        plan = dry_run(
-            BuildRequest(target="mine", checkpoint=target, drafter=drafter, backend=backend, precision=precision)
-        )
-        sizes[name] = plan.memory.weights_bytes
-    biases = (3 + 2) * sum(TARGET_DIMS.qkv_widths)  # a target of three layers, a drafter of two
-    assert sizes["qwen2"] - sizes["llama"] == biases * (2 if precision == "bf16" else 4)
-
-
-def test_a_drafter_has_the_layers_of_its_own_family(tmp_path: Path) -> None:
-    path = make_drafter(tmp_path, family=QWEN2)
-    checkpoint = load_checkpoint(path)
-    assert checkpoint.kind.name == "dflash" and checkpoint.dims.qkv_bias and not checkpoint.dims.qk_norm
-    assert "layers.1.self_attn.v_proj.bias" in checkpoint_shapes(checkpoint.dims, tied=False)
-    weights = load_file(path / "model.safetensors")
-    del weights["layers.1.self_attn.v_proj.bias"]
-    save_file(weights, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks layers\.1\.self_attn\.v_proj\.bias"):
-        load_checkpoint(path)

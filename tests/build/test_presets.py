@@ -11,7 +11,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer, open_tokenizer
 from ddtree_trt.build.pair import check_pair
 from ddtree_trt.build.presets import PRESETS, find_preset
-from ddtree_trt.build.sources import HubSource, PackagedSource
+from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.errors import CheckpointError, UsageError
 
 UNMEASURED = ("llama-3.1-8b", "smollm2-135m", "qwen3-coder-30b-a3b")  # pairs without published acceptance
@@ -73,21 +73,6 @@ def test_presets_are_complete(name: str) -> None:
     assert all(1 <= low < high for low, high in preset.golden_tau.values())
     # Drafters for Qwen3 were trained without thinking; other templates have no such switch.
     assert preset.chat_template_args == ({"enable_thinking": False} if name in ("qwen3-4b", "qwen3-8b") else {})
-
-
-def test_published_pairs() -> None:
-    """The repositories, as z-lab names them."""
-    found = {
-        p.name: (p.target.repository, p.drafter.repository)
-        for p in PRESETS.values()
-        if isinstance(p.target, HubSource) and isinstance(p.drafter, HubSource)
-    }
-    assert found == {
-        "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
-        "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
-        "qwen3-coder-30b-a3b": ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
-        "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-    }
 
 
 def test_packaged_presets_load_and_fit() -> None:

@@ -172,7 +172,8 @@ def test_commands_that_change_the_answers(llm: LLM, converse: Converse) -> None:
     assert err == "error: there is no question to answer again; ask one\n"
     assert "Be brief.\nVery." in prompts[1] and prompts[1].endswith(prompts[0][prompts[0].index(QUESTION) :])
     assert prompts[2].count(QUESTION) == 1, "a retried turn is there once"
-    assert "Be brief." in prompts[2] and "Be brief." not in prompts[3]
+    system = "system\nBe brief."  # the words alone may come in an answer
+    assert system in prompts[2] and system not in prompts[3]
     assert "temperature 0.5" in out and "system message: none" in out and "never read" not in "".join(prompts)
     assert "\nanswers      4, of " in out and re.search(r"context +\d+ of 2048 tokens\n", out)
 

@@ -55,13 +55,6 @@ def test_host_and_device_have_the_same_noise(seed: int, position: int) -> None:
     assert found == pytest.approx(host, rel=2e-6, abs=2e-6)
 
 
-def test_the_seed_of_a_device_is_the_hosts() -> None:
-    for index in range(20):
-        drawn, logits = Noise(3, index), np.random.default_rng(index).normal(0, 1, 400).astype(np.float32)
-        device = torch_noise.gumbel(torch.tensor([drawn.target_seed]), torch.tensor([[17]]), 400)[0, 0]
-        assert drawn.draw_logits(17, logits, 0.7) == int((torch.from_numpy(logits) + 0.7 * device).argmax())
-
-
 @pytest.mark.parametrize("value", [0, 1, 2**63, MASK, MASK - 1, 2**64 - 2**39, 2**64 - 2**40])
 def test_noise_is_finite_at_the_ends(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the uniform number would be rounded to 1."""
@@ -200,11 +193,3 @@ def test_no_two_uses_share_a_number() -> None:
         for two in drawn:
             if one < two:
                 assert chi_square(Counter(zip(drawn[one], drawn[two], strict=True)), expected) > FALSE_ALARM, (one, two)
-
-
-def test_the_same_seed_gives_the_same_numbers() -> None:
-    p = np.ones(50)
-    for seed in (0, 2**64 - 1):
-        one, two = ([Noise(seed, 2).draw(i, p, None) for i in range(20)] for _ in range(2))
-        assert one == two
-    assert Noise(None, 0).target_seed != Noise(None, 0).target_seed

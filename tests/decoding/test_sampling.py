@@ -152,13 +152,6 @@ def test_acceptance_gives_back_the_targets_distribution(
     assert np.abs(emitted - exact).max() < 1e-9
 
 
-@pytest.mark.parametrize(("p", "q", "expected"), [(0.3, 0.6, 0.5), (0.6, 0.3, 1.0), (0.0, 0.5, 0.0)])
-def test_keeps_with_probability_p_over_q(p: float, q: float, expected: float) -> None:
-    noise = Noise(0, 0)
-    kept = sum(noise.keeps(position, p, q) for position in range(10_000)) / 10_000
-    assert kept == pytest.approx(expected, abs=0.03)  # six standard deviations
-
-
 def test_a_draft_that_rounding_alone_rejects_is_kept() -> None:
     tested = Sampler(SamplingParams(temperature=1), 2, [], frozenset())
     tested.noise = Fixed(keep=False)
@@ -194,14 +187,6 @@ def test_draft_at_temperature_0_is_the_first_candidate() -> None:
 
 
 # Penalties and minimum length along a path
-
-
-def test_penalties_follow_the_path() -> None:
-    tested = sampler(prompt=(6,), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
-    assert tested._processed(LOGITS).tolist() == [2, -1, 0.5, 1.5, 0, -0.5, 0.5, -3]
-    for token in (1, 1, 6):
-        tested.observe(token)
-    assert tested._processed(LOGITS).tolist() == [2, -3, 0.5, 1.5, 0, -0.5, -0.25, -3]
 
 
 @pytest.mark.parametrize(

@@ -99,15 +99,6 @@ def failing(engine: ScriptedEngine, verb: str) -> None:
 # Together
 
 
-def test_sixteen_together_are_as_one_by_one() -> None:
-    engine = make()
-    completions = [completion(engine, *request) for request in MIXED]
-    scheduler = Scheduler(engine)
-    finish(scheduler, completions)
-    assert [said(c) for c in completions] == ALONE
-    assert scheduler.free_slots == 4 and not scheduler.busy
-
-
 @given(
     arrivals=st.lists(st.integers(0, 12), min_size=len(MIXED), max_size=len(MIXED)),
     leaves=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=len(MIXED), max_size=len(MIXED)),
@@ -261,12 +252,9 @@ def test_rounds_and_tokens_add_up() -> None:
 # Failures
 
 
-@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("verb", ["draft", "verify", "commit"])
-def test_a_failed_round_ends_those_in_it_and_no_others(verb: str, together: bool) -> None:
-    """Slots that take turns have rounds of their own."""
+def test_a_failed_round_ends_those_in_it_and_no_others(verb: str) -> None:
     engine = make(2)
-    engine.batches = together
     scheduler = Scheduler(engine)
     completions = [completion(engine, *MIXED[i]) for i in (0, 1, 2, 5)]
     for c in completions:
@@ -275,10 +263,9 @@ def test_a_failed_round_ends_those_in_it_and_no_others(verb: str, together: bool
         scheduler.step()
     failing(engine, verb)
     scheduler.step()
-    ended = 2 if together else 1
-    assert [c.finish_reason for c in completions] == ["error"] * ended + [None] * (4 - ended)
-    assert [str(c.error) for c in completions[:ended]] == [f"{verb} failed"] * ended
-    assert scheduler.free_slots == ended
+    assert [c.finish_reason for c in completions] == ["error"] * 2 + [None] * 2
+    assert [str(c.error) for c in completions[:2]] == [f"{verb} failed"] * 2
+    assert scheduler.free_slots == 2
     run(scheduler)
     assert [said(c) for c in completions[2:]] == [ALONE[2], ALONE[5]]
     assert completions[2].metrics.cached_tokens == 0, "a slot in doubt starts empty"
@@ -309,14 +296,12 @@ class Breaking(MarkovTarget):
         return logits
 
 
-@pytest.mark.parametrize("batches", [False, True])
-def test_logits_that_are_not_finite_end_their_sequence_only(batches: bool) -> None:
+def test_logits_that_are_not_finite_end_their_sequence_only() -> None:
     asked = ([1, 2], SamplingParams(max_tokens=6))
     (expected,) = generate(make(), *asked)
     bad = next(t for t in range(7) if t not in [1, 2, *expected])
     target = Breaking(bad)
     engine = ScriptedEngine(target, Useless(7))  # its trees do not come upon the bad token's row by themselves
-    engine.batches = batches
     sound = completion(engine, *asked)
     biased = completion(engine, [1, 2], SamplingParams(max_tokens=20, logit_bias={bad: 100.0}))
     prefilled = completion(engine, [1, bad], SamplingParams(max_tokens=20))
@@ -327,15 +312,13 @@ def test_logits_that_are_not_finite_end_their_sequence_only(batches: bool) -> No
         assert "not finite" in str(c.error)
 
 
-@pytest.mark.parametrize("batches", [False, True])
-def test_a_drafter_that_says_nan_ends_its_sequence_only(batches: bool) -> None:
+def test_a_drafter_that_says_nan_ends_its_sequence_only() -> None:
     class Broken(Good):
         def block(self, context: Sequence[int], length: int) -> np.ndarray:
             rows = super().block(context, length)
             return rows * np.nan if context[0] == 5 else rows
 
     engine = ScriptedEngine(TARGET, Broken(TARGET))
-    engine.batches = batches
     asked: list[tuple[int, dict[str, Any]]] = [
         (5, {}),
         (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
@@ -347,10 +330,8 @@ def test_a_drafter_that_says_nan_ends_its_sequence_only(batches: bool) -> None:
     assert [type(c.error) for c in completions] == [EngineError, EngineError, type(None), EngineError]
 
 
-@pytest.mark.parametrize("batches", [False, True])
-def test_a_watcher_that_fails_ends_its_sequence_only(batches: bool) -> None:
+def test_a_watcher_that_fails_ends_its_sequence_only() -> None:
     engine = make()
-    engine.batches = batches
     completions = [completion(engine, *MIXED[i]) for i in (0, 5)]
 
     def watch(round_: Any) -> None:

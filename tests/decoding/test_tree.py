@@ -96,19 +96,6 @@ def test_build_tree_refuses_what_is_no_draft(log_probs: object, token_ids: objec
         build_tree(log_probs, token_ids, budget)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("budget", "size"), [(0, 0), (1, 1), (12, 12), (13, 12), (1000, 12)])
-def test_budget_is_never_exceeded_and_all_prefixes_are_enough(budget: int, size: int) -> None:
-    assert len(build_tree(LOG_PROBS, TOKEN_IDS, budget)) == size  # 3 + 3 · 3 prefixes
-
-
-@given(budget=st.integers(0, 12), smaller=st.integers(-1, 14))
-def test_cut_is_the_best_tree_of_that_size(budget: int, smaller: int) -> None:
-    cut = build_tree(LOG_PROBS, TOKEN_IDS, budget).cut(smaller)
-    best = build_tree(LOG_PROBS, TOKEN_IDS, max(0, min(smaller, budget)))
-    for part in ("token_ids", "depths", "parents", "log_weights"):
-        assert getattr(cut, part).tolist() == getattr(best, part).tolist()
-
-
 def test_chain_is_a_tree_of_one_branch() -> None:
     tree = chain([4, 4, 2], [-0.5, -0.25, -1.0])
     assert tree.token_ids.tolist() == [4, 4, 2]

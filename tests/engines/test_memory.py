@@ -124,7 +124,7 @@ def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
     caches = buffers[places.TARGET_KV] + buffers[places.DRAFTER_KV]
     assert caches == plan.kv_bytes_all_slots
     assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
-    assert buffers[places.DRAFT_LOGITS] == 151936 * 4
+    assert buffers[places.DRAFT_LOGITS] == 4 * 151936 * 4
     assert not {places.TAPS, places.STATES, places.CONTEXT} & set(buffers)
 
 

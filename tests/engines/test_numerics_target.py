@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, make_pair
 from engine_builds import PACKAGED, build_engine, build_torch_engine
+from fake_trt_engine import FORMS, build_trt_engine
 from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3, QWEN3_MOE
 
@@ -22,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "heads-4-1": {"num_heads": 4, "num_kv_heads": 1},
     "heads-8-1": {"num_heads": 8, "num_kv_heads": 1, "tied": False},
     "one-layer": {"num_layers": 1},
+    "odd-vocabulary": {"vocab_size": 97, "tied": False},
     "large-heads": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1},
     "small-heads": {"head_dim": 16, "hidden_size": 128, "num_heads": 3, "num_kv_heads": 1},
     "rotary": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "dtype": "bf16"},
@@ -34,24 +40,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-BUILDS = {"onnxruntime": build_engine, "torch": build_torch_engine}
+BUILDS: dict[str, Any] = {
+    "onnxruntime": build_engine,
+    "torch": build_torch_engine,
+    "torch, padded": build_torch_engine,
+    "two ranks": None,  # opened by the fixture `ranks`
+    # The graphs of TensorRT engines, run by ONNX Runtime on pretended machines, in slots of an odd number of rows.
+    **{form: partial(build_trt_engine, form=FORMS[form], max_seq_len=319, max_tree_budget=40) for form in FORMS},
+}
+ON_TENSORRT = ("tiny", "untied", "heads-4-1", "one-layer", "large-heads", "rope-yarn-tied", *BY_SWITCHES)
+OVER_RANKS = {"untied", "heads-4-1", "odd-vocabulary", "llama-untied", "qwen2-untied", *FAMILIES} - {"qwen3"}
+SOME = {**dict.fromkeys(FORMS, ON_TENSORRT), "two ranks": OVER_RANKS, "torch, padded": ("tiny", "untied")}
+MATRIX = [(name, build) for name in ("tiny", *SHAPES) for build in BUILDS if name in SOME.get(build, (name,))]
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def build(request: pytest.FixtureRequest) -> Any:
-    return BUILDS[request.param]
-
-
-@pytest.fixture(scope="module", params=["tiny", *SHAPES])
-def followers(request: pytest.FixtureRequest, build: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Follower]:
+@pytest.fixture(scope="module", params=MATRIX, ids="-".join)
+def followers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Follower]]:
     """Both slots of an engine, for the packaged pair and for random checkpoints of every kind of shape."""
-    path = tmp_path_factory.mktemp("target")
+    (name, build), path = request.param, tmp_path_factory.mktemp("target")
     target, drafter = PACKAGED / "target", PACKAGED / "drafter"
-    if request.param != "tiny":
-        target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[request.param])
-    engine = build(target, drafter, path / "engine", max_batch=2)
-    truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
-    return [Follower(engine, slot, truth) for slot in range(2)]
+    if name != "tiny":
+        target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[name])
+    with ExitStack() as opened:
+        if build == "two ranks":
+            build_torch_engine(target, drafter, path / "engine", max_batch=2).close()
+            engine = opened.enter_context(request.getfixturevalue("ranks").open(path / "engine"))
+        else:
+            engine = BUILDS[build](target, drafter, path / "engine", max_batch=2)
+        if build == "torch, padded":  # to the sizes of a GPU
+            engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
+        truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
+        yield [Follower(engine, slot, truth) for slot in range(2)]
 
 
 @pytest.fixture
@@ -105,7 +124,7 @@ def test_a_truncated_slot_goes_on_with_other_tokens(slot: Follower, rng: np.rand
 
 
 def test_slots_are_independent(followers: list[Follower], rng: np.random.Generator) -> None:
-    """Two sequences of different lengths in one call where it can be, and one of them alone in between."""
+    """Two sequences of different lengths in one call, and one of them alone in between."""
     engine, vocab = followers[0].engine, vocabulary(followers[0])
     for follower, length in zip(followers, (3, 19), strict=True):
         follower.truncate(0)
@@ -113,11 +132,9 @@ def test_slots_are_independent(followers: list[Follower], rng: np.random.Generat
     for nodes in ((NODES, 5), (2, NODES)):
         trees = [random_tree(rng, n, vocab) for n in nodes]
         requests = [follower.request(tree) for follower, tree in zip(followers, trees, strict=True)]
-        pairs = list(zip(followers, requests, strict=True))
-        for call in [pairs] if engine.batches else [[pair] for pair in pairs]:
-            for (follower, _), verdict in zip(call, engine.verify([request for _, request in call]), strict=True):
-                follower.check(verdict)
-            for follower, request in call:
-                follower.commit(path_to(request.tree, len(request.tree) - 1))
+        for follower, verdict in zip(followers, engine.verify(requests), strict=True):
+            follower.check(verdict)
+        for follower, tree in zip(followers, trees, strict=True):
+            follower.commit(path_to(tree, len(tree) - 1))
         followers[1].verify(trees[0])
         followers[1].commit(path_to(trees[0], 1))

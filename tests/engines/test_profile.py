@@ -158,7 +158,6 @@ def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
 def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In simulated time, with several slots in one pass."""
     engine = ScriptedEngine(MarkovTarget(), Useless(6), kind=kind, max_batch=4)
-    engine.batches = True
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 

@@ -65,15 +65,6 @@ def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[s
     assert tuple(plan.get_tensor_shape("past_key.0")) == tuple(plan.get_tensor_shape("present_key.0")) == cache
 
 
-def test_one_profile_for_all_passes(engine: tuple[str, Any], manifest: Manifest) -> None:
-    network, plan = engine
-    assert plan.num_optimization_profiles == 1
-    limits, block = manifest.limits, manifest.drafting.dims.block_size
-    rows = {"target": limits.max_tokens_per_pass, "drafter": limits.prefill_chunk + block}
-    _, _, largest = plan.get_tensor_profile_shape(names.POSITIONS, 0)
-    assert tuple(largest) == (limits.max_batch, rows[network])
-
-
 def test_a_second_build_starts_from_the_timing_cache(built: Path, manifest: Manifest, machine: Machine) -> None:
     timings = built.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
     assert timings.stat().st_size > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,18 @@ from numerics import path_to, random_tree
 from quantized import ALGORITHMS, quantize
 
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.backends.tensorrt.backend import LOWEST_FP8_SM, Machine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.check.run import check_engine
 from ddtree_trt.device.libraries import call, cuda_bindings
-from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.stats import ROUND_STAGES
 
 pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -135,18 +131,6 @@ def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
     assert sum(output.metrics.mean_acceptance_length for output in drafted) > 3 * len(PROMPTS)
 
 
-def test_stages_that_wait_for_the_gpu(built: Path) -> None:
-    params = SamplingParams(max_tokens=32, ignore_eos=True, method="ddtree", tree_budget=32)
-    found = {}
-    for profile in (False, True):
-        with LLM(built, exact_stage_times=profile) as llm:
-            llm.generate(PROMPTS[:1], params)
-            (output,) = llm.generate(PROMPTS[1:2], params)
-            found[profile] = output
-    assert found[False].outputs[0].token_ids == found[True].outputs[0].token_ids
-    assert all(found[True].metrics.stage_s[stage] > 0 for stage in ("prefill", *ROUND_STAGES))
-
-
 def test_memory_is_given_back(built: Path) -> None:
     cuda = cuda_bindings()
     open_engine(built).close()  # libraries keep what they load first
@@ -156,17 +140,3 @@ def test_memory_is_given_back(built: Path) -> None:
         engine.prefill(0, np.arange(5, 40), rows="last", taps=True)
         engine.close()
     assert free - call(cuda, "cudaMemGetInfo")[0] < 16 << 20
-
-
-def test_another_version_is_refused(built: Path, tmp_path: Path) -> None:
-    manifest = load_manifest(built)
-    folder = tmp_path / "old"
-    folder.mkdir()
-    for file in manifest.files:
-        (folder / file).symlink_to(built / file)
-    older = replace(manifest, toolchain={**manifest.toolchain, "tensorrt": "10.0.0.1"})
-    (folder / artifact.MANIFEST).write_text(older.to_json())
-    with pytest.raises(
-        ArtifactError, match=r"was built for TensorRT 10\.0\.0\.1, found .* rebuild with: ddtree-trt build"
-    ):
-        open_engine(folder)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.device import buffers as sizes
-from ddtree_trt.device.buffers import tensorrt_buffers
-from ddtree_trt.device.memory import plan_engine
-from ddtree_trt.drafters import registry
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims, default_tap_layers
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD, LONGEST_CHAIN
 from ddtree_trt.drafters.registry import KINDS, dims_record, kind_of
-from ddtree_trt.drafters.tapped import TappedKind
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.decoder import BlockMask, Part, Shapes, TransformerDims
+from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.reading import Source, read_record
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
@@ -39,17 +33,6 @@ def test_a_kind_and_its_halves(name: str) -> None:
     assert kind.name == name and dims_record(name) is type(EACH[name])
     for half in kind.halves:
         assert kind.load(half)
-
-
-def test_what_is_no_kind() -> None:
-    unknown: list[object] = ["medusa", None, []]
-    assert all(dims_record(name) is TransformerDims for name in unknown)
-
-    class Unknown(TransformerDims):
-        pass
-
-    with pytest.raises(TypeError, match="no kind of drafter has dimensions of type Unknown"):
-        kind_of(Unknown(*_SHAPE))
 
 
 def test_what_each_kind_needs_and_offers() -> None:
@@ -172,40 +155,3 @@ _LENT = replace(_WIDE, target_hidden_size=64)
 )
 def test_what_does_not_fit_a_target(dims: TransformerDims, message: str | None) -> None:
     assert kind_of(dims).misfit(TARGET) == message
-
-
-@dataclass(frozen=True)
-class NewDims(TransformerDims):
-    """A drafter that taps the target and drafts token by token, with the target's embedding and head."""
-
-    tap_layers: tuple[int, ...] = (1, 2, 4)
-    draft_vocab_size: int | None = None
-    own_embedding: bool = False
-    own_head: bool = False
-
-
-class NewKind(TappedKind):
-    name = "new"
-    title = "new drafter"
-    record = NewDims
-    drafts = "tokens"
-    halves = ()
-
-    def shapes(self, *, tied: bool) -> Shapes:
-        return {}
-
-    def stored(self, *, tied: bool) -> Iterator[Part]:
-        return iter(())
-
-
-def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is laid out and refused for a new kind follows from what its record says it needs."""
-    monkeypatch.setitem(registry.KINDS, NewKind.name, NewKind)
-    dims = NewDims(*_SHAPE)
-    buffers = tensorrt_buffers(TARGET, dims, LIMITS, 2)
-    rows = sizes.pass_rows(LIMITS, LIMITS.max_batch)
-    assert buffers[sizes.TAPS] == rows * 3 * 64 * 2  # its taps, as a DFlash drafter's
-    assert buffers[sizes.DRAFT_LOGITS] == 512 * 4  # its logits, as a language model's
-    assert sizes.DRAFTER_EMBEDDING not in buffers
-    plan = plan_engine("tensorrt", "bf16", TARGET, dims, LIMITS, 0)
-    assert plan.weights_bytes == 512 * 64 * 4  # one head, the target's

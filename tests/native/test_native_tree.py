@@ -276,8 +276,10 @@ def trees(draw: st.DrawFn, largest: int = 40) -> np.ndarray:
     return np.array([-1, *(draw(st.integers(0, i - 1)) for i in range(1, count))], np.int32)
 
 
-@given(parents=trees(largest=100))
-def test_packed_mask(parents: np.ndarray) -> None:
+@given(parents=trees(largest=100), roots=st.lists(st.integers(0, 99)))
+def test_packed_mask(parents: np.ndarray, roots: list[int]) -> None:
+    """Of a tree, or of several."""
+    parents[[root for root in roots if root < len(parents)]] = -1
     mask = _native.packed_mask(parents)
     assert mask.dtype == np.int32
     np.testing.assert_array_equal(mask, reference.packed_mask(parents))
@@ -307,7 +309,7 @@ def test_walk_compares_whole_int64_tokens() -> None:
         ([], "at least one node"),
         ([0], r"parents\[0\] is 0"),
         ([-1, 1], r"parents\[1\] is 1"),
-        ([-1, 0, -1], r"parents\[2\] is -1"),
+        ([-1, 0, -2], r"parents\[2\] is -2"),
         ([-1, 2, 0], r"parents\[1\] is 2"),
     ],
 )
@@ -320,6 +322,11 @@ def test_parents_must_be_topological(parents: list[int], text: str) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_a_walk_has_one_root() -> None:
+    with pytest.raises(ValueError, match=r"parents\[2\] is -1"):
+        _native.walk(np.array([-1, 0, -1], np.int32), np.zeros(2, np.int32), np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from packaging.requirements import Requirement
 
 from ddtree_trt import __version__
-from ddtree_trt.cli import app
 from ddtree_trt.plugins import library
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_WHEEL = ROOT / "cpp_plugins" / "wheel"
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -36,14 +33,6 @@ def test_the_version_is_one() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == __version__
     assert citation["license"] == package["license"] == gpu["license"]
-
-
-def test_the_metadata_says_whose_and_where() -> None:
-    package, gpu = project(ROOT)["project"], project(GPU_WHEEL)["project"]
-    assert {"Repository", "Issues", "Changelog"} <= set(package["urls"])
-    assert package["authors"] == gpu["authors"] and package["urls"]["Repository"] == gpu["urls"]["Repository"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert [{"name": each["name"]} for each in citation["authors"]] == package["authors"]
 
 
 def test_the_gpu_wheel_has_the_libraries_that_are_looked_for() -> None:
@@ -96,20 +85,3 @@ def test_the_workflows_steps_are_shell_and_name_what_there_is(path: Path) -> Non
         for script in re.findall(r"(?<![\w/.-])([\w./-]+\.sh)\b", step["run"]):
             assert os.access(ROOT / script, os.X_OK), script
     assert {need for job in jobs.values() for need in job.get("needs", [])} <= set(jobs)
-
-
-def test_issue_forms_are_forms_that_ask_for_commands_there_are() -> None:
-    """By GitHub's syntax for issue forms, as far as they use it."""
-    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-    assert forms
-    for path in forms:
-        form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert set(form) == {"name", "description", "labels", "body"}, path
-        identifiers = [part["id"] for part in form["body"]]
-        assert len(identifiers) == len(set(identifiers))
-        for part in form["body"]:
-            assert set(part) <= {"type", "id", "attributes", "validations"} and part["type"] == "textarea"
-            assert set(part["attributes"]) <= {"label", "description", "render", "placeholder", "value"}
-            assert part["attributes"]["label"]
-            for name in re.findall(r"`ddtree-trt ([a-z-]+)", part["attributes"]["description"]):
-                assert name in COMMANDS, name

@@ -42,17 +42,6 @@ def test_metrics_say_why_automatic_budgets_drafted(llm: LLM, chats: list[Any]) -
     assert fixed.automatic.rounds == 0 and fixed.automatic.expected_gain is None
 
 
-def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
-    params = SamplingParams(n=4, temperature=4, seed=3, max_tokens=20, ignore_eos=True)
-    outputs = [llm.generate("Once", params)[0] for _ in range(2)]
-    assert [o.index for o in outputs[0].outputs] == [0, 1, 2, 3]
-    assert len({o.text for o in outputs[0].outputs}) == 4
-    assert [o.text for o in outputs[0].outputs] == [o.text for o in outputs[1].outputs]
-    assert outputs[0].usage.completion_tokens == 80
-    unseeded = SamplingParams(temperature=4, max_tokens=20, ignore_eos=True)
-    assert len({output.outputs[0].text for output in llm.generate(["Once"] * 5, unseeded)}) == 5
-
-
 def test_streams_side_by_side_say_what_generate_says(llm: LLM, chats: list[Any]) -> None:
     params = [
         SamplingParams(max_tokens=30),
@@ -269,11 +258,6 @@ def test_an_output_that_the_default_limit_cut_is_warned_of_once(llm: LLM, caplog
 
 def test_outputs_are_printed_without_lists_of_tokens(llm: LLM) -> None:
     (output,) = llm.generate("a", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
-    (completion,) = output.outputs
-    assert repr(output) == (
-        f"RequestOutput(request_id={output.request_id!r}, prompt='a', outputs=[CompletionOutput(index=0, "
-        f"text={completion.text!r}, finish_reason='length', stop_reason=None, error=None, "
-        f"cumulative_logprob={completion.cumulative_logprob!r})], finished=True, "
-        f"usage=Usage(prompt_tokens={len(output.prompt_token_ids)}, completion_tokens=4, cached_tokens="
-        f"{output.usage.cached_tokens}))"
-    )
+    shown = repr(output)
+    assert repr(output.outputs[0].text) in shown and "completion_tokens=4" in shown
+    assert "token_ids" not in shown and "TokenLogprob" not in shown

@@ -18,6 +18,7 @@ from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.tree import TokenTree
 
 Array = NDArray[np.float32]
@@ -77,12 +78,23 @@ def path_to(tree: TokenTree, node: int) -> NDArray[np.int32]:
     return np.array(path[::-1], np.int32)
 
 
-Measured = OrtEngine | TorchEngine | TrtEngine  # engines whose numbers are compared
+Measured = OrtEngine | TorchEngine | ParallelEngine | TrtEngine  # engines whose numbers are compared
 
 
 def drafter_of(engine: Measured) -> Any:
     """What the engine tells of committed tokens."""
+    if isinstance(engine, ParallelEngine):
+        return engine._engine.drafter  # rank 0's
     return engine._drafter if isinstance(engine, OrtEngine) else engine.drafter
+
+
+def states_of(engine: Measured, states: Any, rows: int) -> Array:
+    """The states [rows, M·H] that a drafter is told; those of a TensorRT engine are an address on its fake device."""
+    if not isinstance(engine, TrtEngine):
+        return np.asarray(states).astype(np.float32)
+    engine.synchronize()
+    memory: Array = engine.device.api.device.view(states, rows * engine._state_bytes).view(np.float32)
+    return memory.reshape(rows, -1).copy()
 
 
 class Follower:
@@ -100,7 +112,7 @@ class Follower:
             assert states is not None
             if slot == self.slot:
                 assert token_ids.tolist() == self.tokens[-len(token_ids) :]
-                self._told.append(np.asarray(states).astype(np.float32))
+                self._told.append(states_of(engine, states, len(token_ids)))
             append(slot, token_ids, states)
 
         drafter.append_context = spy

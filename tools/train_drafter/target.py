@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddtree_trt.drafters.dflash.dims import default_tap_layers
+
 _MARK = "\N{LEFT BLACK LENTICULAR BRACKET}request\N{RIGHT BLACK LENTICULAR BRACKET}"
 
 
@@ -114,10 +116,8 @@ class Target:
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:
     """`count` of a target's layers, evenly from the second to the third from last, as in published drafters."""
-    if count == 1:
-        return (layers // 2,)
-    taps = tuple(round(1 + i * (layers - 4) / (count - 1)) for i in range(count))
-    if len(set(taps)) < count or layers < 4:
+    taps = default_tap_layers(layers, count)
+    if len(set(taps)) < count or (layers < 4 and count > 1):
         raise SystemExit(f"--taps {count}: a target of {layers} layers has no {count} between its first and last")
     return taps
 

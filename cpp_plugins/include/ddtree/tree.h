@@ -46,9 +46,11 @@ RowStatus build_tree(const LinkedRows& source, TreeLimits limits, TreeWorkspace&
 RowStatus build_tree(const Bilinear& source, TreeLimits limits, BilinearRows& rows, TreeWorkspace& workspace);
 
 // The index of the first node whose parent breaks the order above, or -1 when there is none. parents [T], T >= 1.
-int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens);
+// Parents are `least` or more: with -1 there may be several trees.
+int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens, int32_t least = 0);
 
-// out [T, ceil(T / 32)]: bit j % 32 of word j / 32 in row i is set when j is i or an ancestor of i.
+// out [T, ceil(T / 32)]: bit j % 32 of word j / 32 in row i is set when j is i or an ancestor of i. There may be
+// several trees.
 void packed_mask(const int32_t* parents, int64_t tree_tokens, int32_t* out);
 
 // From the root, follows the first child whose token is the target's choice at the current node, while there is one.

@@ -1,16 +1,17 @@
-"""The autoregressive drafter, which is the same class on all backends: it drafts a chain token by token."""
+"""The autoregressive drafter, which is the same class on all backends: it drafts chains token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.candidates import Marginals
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
-from ddtree_trt.runtime.engines.drafters import Drafter, LanguageModel, Pass
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.drafters import Drafter, LanguageModel
 from ddtree_trt.runtime.tree import token_chain
 
 
@@ -55,38 +56,56 @@ class AutoregressiveDrafter(Drafter):
         context.agreed = min(context.agreed, length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass per slot and token."""
-        return [self._draft(request) for request in requests]
+        """A pass for every token, over all slots that still draft. The first takes in the context they have not seen,
+        behind passes of long ones."""
+        chains = []
+        for request in requests:
+            slot, context = request.slot, self._contexts[request.slot]
+            self._model.cache.truncate(slot, context.roll_back())
+            tokens = [*context.committed[context.agreed :], request.bonus_token]
+            last = (len(tokens) - 1) // self._chunk * self._chunk
+            for start in range(0, last, self._chunk):
+                self._extend([_Chain(request, tokens[start : start + self._chunk])])
+            chains.append(_Chain(request, tokens[last:]))
+        for depth in range(max(request.length for request in requests)):
+            drafting = [chain for chain in chains if depth < chain.request.length]
+            for chain, logits in zip(drafting, self._extend(drafting), strict=True):
+                chain.add(depth, logits)
+        return [chain.draft() for chain in chains]
 
     def warm_up(self, slot: int, budget: int) -> None:
         """Does nothing: on a GPU, passes of one token are captured at their first use."""
 
-    def _draft(self, request: DraftRequest) -> Draft:
-        slot, context = request.slot, self._contexts[request.slot]
-        self._model.cache.truncate(slot, context.roll_back())
-        tokens = [*context.committed[context.agreed :], request.bonus_token]
-        log_probs, token_ids, drawn = [], [], []
-        for depth in range(request.length):
-            logits = self._append(slot, context, tokens)
-            best, ids = _most_probable(logits, request.top_k)
-            drawn.append(request.draw(best, ids, depth))
-            tokens = [drawn[-1].token]
-            log_probs.append(best)
-            token_ids.append(ids)
-        return Draft(Marginals(np.stack(log_probs), np.stack(token_ids)), tuple(drawn))
+    def _extend(self, chains: Sequence[_Chain]) -> Sequence[NDArray[np.float32]]:
+        """Append the tokens of chains to their caches: of each the last one's logits [V]."""
+        arrays = [np.array(chain.tokens, np.int64) for chain in chains]
+        requests = [VerifyRequest(c.request.slot, token_chain(ids)) for c, ids in zip(chains, arrays, strict=True)]
+        logits = self._model.extend(requests)
+        for chain in chains:
+            self._contexts[chain.request.slot].cached += chain.tokens
+        return logits
 
-    def _append(self, slot: int, context: _Context, tokens: list[int]) -> NDArray[np.float32]:
-        """Append tokens to the cache; returns the logits [V] of the last one."""
-        result: Pass | None = None
-        for start in range(0, len(tokens), self._chunk):
-            piece = np.array(tokens[start : start + self._chunk], np.int64)
-            size = len(piece)
-            tree = token_chain(piece)
-            result = self._model.extend(slot, tree, np.array([size - 1]))
-            self._model.cache.append(slot, size)
-            context.cached += piece.tolist()
-        assert result is not None, "a draft starts at the bonus token at least"
-        return result.logits[0]
+
+@dataclass
+class _Chain:
+    """A draft in the making."""
+
+    request: DraftRequest
+    tokens: list[int]  # those that the next pass takes
+    log_probs: list[NDArray[np.float32]] = field(default_factory=list)  # of each drawn token's candidates [K]
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    drawn: list[DrawnFrom] = field(default_factory=list)
+
+    def add(self, depth: int, logits: NDArray[np.float32]) -> None:
+        """Draw the token behind the last one, whose logits are [V]."""
+        best, ids = _most_probable(logits, self.request.top_k)
+        self.drawn.append(self.request.draw(best, ids, depth))
+        self.tokens = [self.drawn[-1].token]
+        self.log_probs.append(best)
+        self.token_ids.append(ids)
+
+    def draft(self) -> Draft:
+        return Draft(Marginals(np.stack(self.log_probs), np.stack(self.token_ids)), tuple(self.drawn))
 
 
 def _most_probable(logits: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:

@@ -7,8 +7,9 @@ the nodes it expands, each made of its token and of its parent's output, and for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +18,21 @@ from numpy.typing import NDArray
 from ddtree_trt.drafters.kind import EXPANDED, most_expanded
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.tree import TokenTree, token_chain
+
+
+@dataclass(frozen=True)
+class NewRows(VerifyRequest):
+    """Rows of a slot behind its committed ones: a tree of m tokens, or several, whose first ones see no other row.
+
+    The committed rows include the bonus token's, so that the depth of its children is 0.
+    """
+
+    states: Any  # [m, M·H]: the tapped states of the tokens before; or of m nodes their parents' outputs [H]
+    first: int  # of the rows whose results are wanted. The nodes before are in the cache already
 
 
 @dataclass(frozen=True)
@@ -30,20 +43,15 @@ class Level:
     log_probs: NDArray[np.float32]  # [R, K], falling
     token_ids: NDArray[np.int32]  # [R, K]: the target's ids
 
-
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a draft whose rows follow the committed ones. Those before `first` are in the cache already."""
-
-    token_ids: NDArray[np.int64]  # [m]
-    depths: NDArray[np.int64]  # [m]: 0 for children of the bonus token, so that a position is past + depth
-    sees: NDArray[np.bool_]  # [m, m]: whether a row sees another: its ancestors and itself
-    features: Sequence[Any]  # [m]: the output [H] of each one's parent
-    first: int
+    def split(self, rows: Sequence[NewRows]) -> list[Level]:
+        """Those of each slot."""
+        ends = accumulate((len(each.tree) - each.first for each in rows), initial=0)
+        parts = [slice(start, end) for start, end in pairwise(ends)]
+        return [Level(self.outputs[part], self.log_probs[part], self.token_ids[part]) for part in parts]
 
 
 class EagleNetwork(Protocol):
-    """The passes of an EAGLE-3 drafter over one slot at a time."""
+    """The passes of an EAGLE-3 drafter, each over rows of distinct slots; their results follow each other."""
 
     @property
     def cache(self) -> SlotLengths:
@@ -52,13 +60,11 @@ class EagleNetwork(Protocol):
     def join(self, pieces: Sequence[Any]) -> Any:
         """Tapped states [m, M·H] of all pieces one after another, in memory of their own."""
 
-    def absorb(self, slot: int, token_ids: NDArray[np.int64], states: Any, top_k: int) -> Level:
-        """Write and commit rows of tokens [m] with the tapped states [m, M·H] of the tokens before them; the results
-        are those of the last row."""
+    def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
+        """Write and commit rows made of chains of tokens and tapped states; only the last row's results are wanted."""
 
-    def expand(self, slot: int, nodes: Nodes, top_k: int) -> Level:
-        """Write the rows of nodes from `nodes.first` on behind the committed rows and the nodes before; their results.
-        Nothing is committed."""
+    def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
+        """Write the rows of nodes from `first` on. Nothing is committed."""
 
 
 @dataclass
@@ -96,7 +102,7 @@ class EagleDrafter(Drafter):
         context.tokens += token_ids.tolist()
         context.states = self._network.join([states] if context.states is None else [context.states, states])
         if len(context.states) > self._chunk:
-            self._absorb(slot, context, context.tokens[len(context.behind) + 1 :], 1)
+            self._absorb({slot: context.tokens[len(context.behind) + 1 :]}, 1)
 
     def truncate(self, slot: int, length: int) -> None:
         context = self._contexts[slot]
@@ -107,89 +113,108 @@ class EagleDrafter(Drafter):
         context.states = context.states[:waiting] if waiting else None
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """A pass for every level of each slot's tree but the last. Raises EngineError where a request asks for more
-        nodes to be expanded than the drafter has rows for."""
-        return [self._draft(request) for request in requests]
+        """A pass for every level but the last, over the trees of all slots; the first takes in the states they have not
+        seen, behind passes of many. Raises EngineError, before the first, where a request asks for more nodes to be
+        expanded than the drafter has rows for."""
+        following = {}
+        for request in requests:
+            slot, context = request.slot, self._contexts[request.slot]
+            if context.states is None:
+                raise EngineError(f"slot {slot} has no new target states to draft from")
+            if (wanted := most_expanded(self._width, request.length)) > self._most_nodes:
+                raise EngineError(
+                    f"a draft of {request.length} levels with {self._width} nodes expanded in each may need {wanted} "
+                    f"rows, and the drafter has {self._most_nodes}"
+                )
+            following[slot] = [*context.tokens[len(context.behind) + 1 :], request.bonus_token]
+        top_k = max(request.top_k for request in requests)
+        roots = self._absorb(following, top_k)
+        growths = [_Growth(request, root) for request, root in zip(requests, roots, strict=True)]
+        for level in range(1, max(request.length for request in requests)):
+            growing = [growth for growth in growths if level < growth.request.length and growth.expand(self._width)]
+            if not growing:
+                break
+            rows = [growth.rows() for growth in growing]
+            for growth, results in zip(growing, self._network.expand(rows, top_k).split(rows), strict=True):
+                growth.add(results)
+        return [Draft(growth.candidates()) for growth in growths]
 
     def warm_up(self, slot: int, budget: int) -> None:
         """Does nothing: no pass is captured."""
 
-    def _absorb(self, slot: int, context: _Context, tokens: list[int], top_k: int) -> Level:
-        """Make the rows of waiting states with the tokens [m] behind theirs; the results of the last one."""
-        level: Level | None = None
-        for start in range(0, len(tokens), self._chunk):
-            piece = np.array(tokens[start : start + self._chunk], np.int64)
-            level = self._network.absorb(slot, piece, context.states[start : start + len(piece)], top_k)
-            context.behind += piece.tolist()
-        assert level is not None, "there are rows to make"
-        context.states = context.states[len(tokens) :] if len(tokens) < len(context.states) else None
-        return level
+    def _absorb(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
+        """Make the rows of slots' waiting states with the tokens [m] behind theirs, the last of all in one pass: the
+        results of each slot's last row."""
+        last = {slot: (len(tokens) - 1) // self._chunk * self._chunk for slot, tokens in following.items()}
+        for slot, tokens in following.items():
+            for start in range(0, last[slot], self._chunk):
+                self._absorb_pass({slot: tokens[start : start + self._chunk]}, 1)
+        return self._absorb_pass({slot: tokens[last[slot] :] for slot, tokens in following.items()}, top_k)
 
-    def _draft(self, request: DraftRequest) -> Draft:
-        slot, context = request.slot, self._contexts[request.slot]
-        if context.states is None:
-            raise EngineError(f"slot {slot} has no new target states to draft from")
-        following = [*context.tokens[len(context.behind) + 1 :], request.bonus_token]
-        if (wanted := most_expanded(self._width, request.length)) > self._most_nodes:
-            raise EngineError(
-                f"a draft of {request.length} levels with {self._width} nodes expanded in each may need {wanted} "
-                f"rows, and the drafter has {self._most_nodes}"
-            )
-        growth = _Growth(self._absorb(slot, context, following, request.top_k))
-        for _ in range(1, request.length):
-            nodes = growth.expand(self._width)
-            if nodes is None:
-                break
-            growth.add(self._network.expand(slot, nodes, request.top_k))
-        return Draft(growth.rows())
+    def _absorb_pass(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
+        rows = []
+        for slot, tokens in following.items():
+            states = self._contexts[slot].states[: len(tokens)]
+            rows.append(NewRows(slot, token_chain(np.array(tokens, np.int64)), states, len(tokens) - 1))
+        levels = self._network.absorb(rows, top_k).split(rows)
+        for slot, tokens in following.items():
+            context = self._contexts[slot]
+            context.behind += tokens
+            context.states = context.states[len(tokens) :] if len(tokens) < len(context.states) else None
+        return levels
 
 
 class _Growth:
     """A draft in the making: its rows of candidates, and the nodes that were expanded."""
 
-    def __init__(self, root: Level) -> None:
-        self.token_ids: list[int] = []  # of expanded nodes, in the order of their rows
+    def __init__(self, request: DraftRequest, root: Level) -> None:
+        self.request = request
+        self._tokens: list[int] = []  # of expanded nodes, in the order of their rows
+        self._parents: list[int] = []
         self._depths: list[int] = []
-        self._paths: list[list[int]] = []  # of each node its ancestors among them, and itself
         self._features: list[Any] = []
-        self._outputs: list[Any] = list(root.outputs)  # of every row of candidates
-        self._log_probs, self._ids = [root.log_probs], [root.token_ids]  # [R, K] in all
+        self._outputs: list[Any] = []  # of every row of candidates
+        self._log_probs: list[NDArray[np.float32]] = []  # [R, K] in all
+        self._ids: list[NDArray[np.int32]] = []
+        self._next_rows = np.empty((0, root.log_probs[:, : request.top_k].shape[1]), np.int32)  # [R, K]
         self._weights = [np.zeros(1)]  # [R] in all: log-weight of the node whose children a row has
-        self._next_rows = np.full(root.log_probs.shape, -1, np.int32)  # [R, K]
-        self._latest = 0  # the first row of the last level
+        self._first = 0  # of the nodes of the latest `expand`
+        self.add(root)
 
-    def expand(self, count: int) -> Nodes | None:
-        """Choose the `count` most probable candidates of the last level; their nodes and all before. None where there
-        is no candidate."""
+    def expand(self, count: int) -> bool:
+        """Choose the `count` most probable candidates of the last level as nodes; False where there is no candidate."""
         weights = np.concatenate(self._log_probs).astype(np.float64) + np.concatenate(self._weights)[:, None]
         weights[: self._latest] = -np.inf
         order = np.argsort(-weights, axis=None, kind="stable")[:count]
         order = order[np.isfinite(weights.flat[order])]
         if not len(order):
-            return None
-        first, ids = len(self.token_ids), np.concatenate(self._ids)
-        for node, place in enumerate(order.tolist(), start=first):
+            return False
+        self._first, ids = len(self._tokens), np.concatenate(self._ids)
+        for node, place in enumerate(order.tolist(), start=self._first):
             row, column = divmod(place, ids.shape[1])
             self._next_rows[row, column] = 1 + node  # the root's row is row 0
-            self.token_ids.append(int(ids[row, column]))
+            self._tokens.append(int(ids[row, column]))
+            self._parents.append(row - 1)
             self._depths.append(self._depths[row - 1] + 1 if row else 0)
-            self._paths.append([*(self._paths[row - 1] if row else []), node])
             self._features.append(self._outputs[row])
         self._weights.append(weights.flat[order])
-        size = len(self.token_ids)
-        sees = np.zeros((size, size), bool)
-        for node, path in enumerate(self._paths):
-            sees[node, path] = True
-        return Nodes(np.array(self.token_ids), np.array(self._depths), sees, list(self._features), first)
+        return True
+
+    def rows(self) -> NewRows:
+        """The nodes of the latest `expand`, and all before."""
+        parents, depths = np.array(self._parents, np.int32), np.array(self._depths, np.int32)
+        tree = TokenTree(np.array(self._tokens, np.int64), parents, depths)
+        return NewRows(self.request.slot, tree, list(self._features), self._first)
 
     def add(self, level: Level) -> None:
-        """Take the results of the nodes of the latest `expand`."""
-        self._latest = len(self._next_rows)
+        """Take the results of the nodes of the latest `expand`, or of the root."""
+        self._latest = len(self._next_rows)  # the first row of the last level
+        log_probs = level.log_probs[:, : self.request.top_k]
         self._outputs += level.outputs
-        self._log_probs.append(level.log_probs)
-        self._ids.append(level.token_ids)
-        self._next_rows = np.concatenate([self._next_rows, np.full(level.log_probs.shape, -1, np.int32)])
+        self._log_probs.append(log_probs)
+        self._ids.append(level.token_ids[:, : self.request.top_k])
+        self._next_rows = np.concatenate([self._next_rows, np.full(log_probs.shape, -1, np.int32)])
 
-    def rows(self) -> LinkedRows:
+    def candidates(self) -> LinkedRows:
         """All rows of candidates."""
         return LinkedRows(np.concatenate(self._log_probs), np.concatenate(self._ids), self._next_rows)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
-from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
+from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, NewRows
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.passes import mask_words
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, head_logits, ready_head, target_ids
 
@@ -39,38 +37,38 @@ class TorchEagle:
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(pieces))
 
-    def absorb(self, slot: int, token_ids: NDArray[np.int64], states: Tensor, top_k: int) -> Level:
-        rows, past = len(token_ids), self.cache.lengths[slot]
-        self.cache.check_room(slot, rows)
-        place = Place(self._moved([slot]), self._moved([past]))
-        positions = self._moved(np.arange(past, past + rows)[None])
-        x = F.linear(states[None], self._fc)
-        h, x = self._run(token_ids, x, positions, place, MaskMode.CAUSAL)
-        self.cache.append(slot, rows)
-        return self._level(h[-1:], x[-1:], top_k)
+    def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
+        x = F.linear(pad_sequence([each.states for each in rows], batch_first=True), self._fc)
+        level = self._pass(rows, x, MaskMode.CAUSAL, top_k)
+        for each in rows:
+            self.cache.append(each.slot, len(each.tree))
+        return level
 
-    def expand(self, slot: int, nodes: Nodes, top_k: int) -> Level:
-        size, past = len(nodes.token_ids), self.cache.lengths[slot]
-        self.cache.check_room(slot, size)
-        place = Place(self._moved([slot]), self._moved([past]), self._moved(packed(nodes.sees)[None]))
-        positions = self._moved(nodes.depths[None] + past)
-        x = torch.stack(list(nodes.features))[None]
-        h, x = self._run(nodes.token_ids, x, positions, place, MaskMode.TREE)
-        return self._level(h[nodes.first :], x[nodes.first :], top_k)
+    def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
+        x = pad_sequence([torch.stack(each.states) for each in rows], batch_first=True)
+        return self._pass(rows, x, MaskMode.TREE, top_k)
+
+    def _pass(self, rows: Sequence[NewRows], states: Tensor, mode: MaskMode, top_k: int) -> Level:
+        """A pass with the fused states [N, T, H], padded to the most rows."""
+        place, token_ids, positions = self.cache.place(rows)
+        found = self._run(token_ids, states, positions, place, mode)
+        wanted = [(n, slice(each.first, len(each.tree))) for n, each in enumerate(rows)]
+        normed, outputs = (torch.cat([values[at] for at in wanted]) for values in found)
+        return self._level(normed, outputs, top_k)
 
     def _run(
-        self, token_ids: NDArray[np.int64], states: Tensor, positions: Tensor, place: Place, mode: MaskMode
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, place: Place, mode: MaskMode
     ) -> tuple[Tensor, Tensor]:
-        """Rows of tokens [T] with the fused states [1, T, H]: (normed outputs, outputs), [T, H] each."""
+        """Rows of tokens [N, T] with the fused states [N, T, H]: (normed outputs, outputs), [N, T, H] each."""
         dims, decoder = self.dims, self._decoder
         eps, (layer,) = dims.rms_norm_eps, decoder.layers
         x, state = decoder.math.add_norm(states, None, self._state_norm, eps)
-        embedded = F.embedding(self._moved(token_ids[None]), self._embedding)
+        embedded = F.embedding(token_ids, self._embedding)
         _, token = decoder.math.add_norm(embedded, None, layer.input_norm, eps)
         attended = decoder.attend(0, torch.cat((token, state), -1), positions, place, mode)
         x, h = decoder.math.add_norm(state if dims.norm_before_residual else x, attended, layer.post_norm, eps)
         x, h = decoder.math.add_norm(x, decoder.mlp(layer, h), decoder.norm, eps)
-        return h[0], x[0]
+        return h, x
 
     def _level(self, normed: Tensor, outputs: Tensor, top_k: int) -> Level:
         """The results of rows with these outputs [R, H]."""
@@ -80,18 +78,7 @@ class TorchEagle:
         if self._target_ids is not None:
             ids = self._target_ids[ids]
         kept = normed if self.dims.norm_output else outputs
-        return Level(list(kept.clone()), log_probs.cpu().numpy(), ids.to(torch.int32).cpu().numpy())
-
-    def _moved(self, array: NDArray[np.integer] | list[int]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.cache.slab.device, torch.int32)
-
-
-def packed(sees: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Bits int32 [m, W] of what each row sees, bool [m, m]: bit j % 32 of word j / 32."""
-    size = len(sees)
-    wide = np.zeros((size, 32 * mask_words(size)), bool)
-    wide[:, :size] = sees
-    return np.packbits(wide, axis=1, bitorder="little").view(np.int32)
+        return Level(list(kept), log_probs.cpu().numpy(), ids.to(torch.int32).cpu().numpy())
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:

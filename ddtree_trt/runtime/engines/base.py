@@ -119,10 +119,6 @@ class Engine(Protocol):
         """Tree tokens T that a verification is padded to, rising; None where it is not padded."""
 
     @property
-    def batches(self) -> bool:
-        """Whether a call takes all its slots in one pass; else it takes one slot after the other."""
-
-    @property
     def rounds(self) -> DeviceRounds | None:
         """Rounds that stay on the device; None where the engine has none."""
 
@@ -145,7 +141,8 @@ class Engine(Protocol):
         The verdict has T rows for `all`, the last one for `last`, and no row for `none`."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One drafter pass per slot over [bonus, MASK × L] on top of every committed token."""
+        """Draft on top of every committed token, for all slots in the same passes: a block drafter's one is over
+        [bonus, MASK × L]."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """One target pass over each slot's tree; logits for all T nodes. Nothing is committed yet."""

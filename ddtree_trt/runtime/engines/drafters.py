@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,18 +14,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Rows
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths
-from ddtree_trt.runtime.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The results of a language model's pass over a tree of T rows. The arrays are overwritten by its next pass."""
-
-    choices: NDArray[np.int64]  # [R]
-    logits: Rows  # [R, V]
-    taps: Any  # [T, M·H], an array of the backend; None for a network without tapped layers
 
 
 class LanguageModel(Protocol):
@@ -36,8 +25,9 @@ class LanguageModel(Protocol):
     def cache(self) -> SlotLengths:
         """The number of committed rows of each slot."""
 
-    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
+    def extend(self, chains: Sequence[VerifyRequest]) -> Sequence[NDArray[np.float32]]:
+        """Commit the rows of chains behind those of distinct slots, in one pass: of each its last token's logits [V],
+        which the next pass overwrites."""
 
 
 class Drafter(ABC):

@@ -226,8 +226,7 @@ def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
         progress("measuring latencies", step, 3)
         return _time_passes(engine, slots, context, sizes)
 
-    many = limits.max_batch if engine.batches else 1
     one, behind = timed(0, 1, near), timed(1, 1, far) if far > near else None
-    together = timed(2, many, near) if many > 1 else None
+    together = timed(2, limits.max_batch, near) if limits.max_batch > 1 else None
     progress("measuring latencies", 3, 3)
     return Profile(fingerprint(engine.manifest, engine.threads), one, behind, together)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,18 +16,13 @@ from checkpoints import (
     TARGET_DIMS,
     edit_json,
     make_drafter,
-    make_pair,
     make_target,
     random_weights,
     refusal,
     write_safetensors,
 )
-from fuzzing import damage, mutate_weights
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.pair import check_pair
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
@@ -61,13 +55,6 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", weights, "bf16")
     got = load_checkpoint(tmp_path).tensor(EMBEDDING)
     np.testing.assert_array_equal(got.view(np.uint32).reshape(-1), finite)
-
-
-def test_a_plain_checkpoint_is_an_autoregressive_drafter(tmp_path: Path) -> None:
-    target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", hidden_size=16, num_layers=1)
-    loaded = load_checkpoint(drafter)
-    assert loaded.kind.name == "autoregressive"
-    check_pair(load_checkpoint(target), loaded)
 
 
 @pytest.mark.parametrize(
@@ -203,24 +190,6 @@ def test_damaged_weight_files(tmp_path: Path, change: Callable[[bytes], bytes], 
     assert message in refusal(tmp_path)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 1 << 32))
-def test_any_other_weight_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    """Never an exception other than the package's own, which is one line."""
-    rng, target = random.Random(seed), tmp_path_factory.getbasetemp() / "mutated"
-    if not target.exists():
-        make_target(target, num_layers=1)
-        shutil.copy(target / "model.safetensors", target / "whole")
-    whole = (target / "whole").read_bytes()
-    (target / "model.safetensors").write_bytes(rng.choice((damage, mutate_weights))(whole, rng))
-    try:
-        checkpoint = load_checkpoint(target)
-        for name in checkpoint.tensors:
-            checkpoint.tensor(name)
-    except CheckpointError as error:
-        assert str(error).isprintable() and len(str(error)) < 1500
-
-
 def test_incomplete_shards(tmp_path: Path) -> None:
     make_target(tmp_path, shards=3)
     index = tmp_path / "model.safetensors.index.json"
@@ -263,28 +232,3 @@ def test_a_file_that_shrinks_after_loading(tmp_path: Path) -> None:
 
 
 # Pairs
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 97}, "vocab_size is 97, the target's 96"),
-        ({"hidden_size": 16}, "hidden_size is 16, the target's 32"),
-        ({"num_target_layers": 4}, "num_target_layers is 4, the target's layers 3"),
-        ({"tap_layers": (0, 3)}, "target_layer_ids [3]"),
-        ({"mask_token_id": 96}, "mask_token_id 96"),
-    ],
-)
-def test_drafter_of_another_target(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    target = load_checkpoint(make_target(tmp_path / "target"))
-    drafter = load_checkpoint(make_drafter(tmp_path / "drafter", **change))
-    with pytest.raises(CheckpointError) as caught:
-        check_pair(target, drafter)
-    assert message in str(caught.value) and "use the drafter trained for this target" in str(caught.value)
-
-
-def test_pairs_that_fit_and_swapped_roles(tmp_path: Path) -> None:
-    pair: list[Checkpoint] = [load_checkpoint(d) for d in make_pair(tmp_path)]
-    check_pair(*pair)
-    with pytest.raises(CheckpointError, match="is a DFlash drafter, not a target"):
-        check_pair(pair[1], pair[0])

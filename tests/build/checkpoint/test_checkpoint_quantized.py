@@ -69,23 +69,17 @@ def test_what_quantised_tensors_stand_for(tmp_path: Path, algorithm: str) -> Non
         assert np.abs(found - exact).max() <= np.abs(exact).max() * step
 
 
-def test_int8_beyond_its_scale_is_read_as_it_is(tmp_path: Path) -> None:
-    """Every byte, the lowest value that rounding never makes included."""
-    name = "model.layers.0.mlp.gate_proj.weight"
-    every = np.resize(np.arange(-128, 128, dtype=np.int8), (48, 32))
-    replace: dict[str, Any] = {name: every, f"{name}_scale": np.ones(48, np.float32)}
-    found = load_checkpoint(quantize(make_target(tmp_path), "W8A16", replace=replace)).tensor(name)
-    np.testing.assert_array_equal(found, every)
-
-
-def test_int4_rows_lie_in_pairs(tmp_path: Path) -> None:
-    """Every pair of values: of two rows, the even one in the low bits."""
-    name = "model.layers.0.mlp.gate_proj.weight"
-    pairs = np.resize(np.arange(256, dtype=np.uint8), (24, 32))
-    replace: dict[str, Any] = {name: pairs, f"{name}_scale": np.ones((48, 2), np.float32)}
-    found = load_checkpoint(quantize(make_target(tmp_path), "W4A16_AWQ", replace=replace)).tensor(name)
-    for row, bits in ((0, pairs & 15), (1, pairs >> 4)):
-        np.testing.assert_array_equal(found[row::2], np.where(bits < 8, bits, bits.astype(int) - 16))
+@pytest.mark.parametrize("algorithm", ["W8A16", "W4A16_AWQ"])
+def test_every_byte_is_read_as_it_is(tmp_path: Path, algorithm: str) -> None:
+    """The lowest value that rounding never makes included; of INT4 every pair, the even row in the low bits."""
+    name, groups = "model.layers.0.mlp.gate_proj.weight", 1 if algorithm == "W8A16" else 2
+    every = np.resize(np.arange(256, dtype=np.uint8), (48 // groups, 32))
+    scale = np.ones((48, 2)[:groups], np.float32)
+    replace: dict[str, Any] = {name: every.view(np.int8) if groups == 1 else every, f"{name}_scale": scale}
+    found = load_checkpoint(quantize(make_target(tmp_path), algorithm, replace=replace)).tensor(name)
+    for row, bits in enumerate([every] if groups == 1 else [every & 15, every >> 4]):
+        half = 256 >> 4 * (groups - 1) >> 1
+        np.testing.assert_array_equal(found[row::groups], np.where(bits < half, bits, bits.astype(int) - 2 * half))
 
 
 _ONE, _HALVES = np.ones(1, np.float32), np.zeros((23, 32), np.uint8)

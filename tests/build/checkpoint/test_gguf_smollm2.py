@@ -58,22 +58,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.slow
-def test_the_preset_chats(llm: LLM) -> None:
-    """In plain English, with drafts of the packaged drafter, and with the system prompt of the model's template."""
-    greedy = SamplingParams(max_tokens=32)
-    output = llm.generate([[{"role": "user", "content": "What is the capital of France?"}]], greedy)[0]
-    assert "Paris" in output.outputs[0].text and output.outputs[0].finish_reason == "stop"
-    prompt = llm.tokenizer.decode(output.prompt_token_ids)
-    assert prompt == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    chat = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Hello"}]
-    own = llm.tokenizer.decode(llm.generate([chat], SamplingParams(max_tokens=1))[0].prompt_token_ids)
-    assert own.startswith("<|im_start|>system\nAnswer briefly.<|im_end|>\n") and "SmolLM" not in own
-
-
 # For a process of its own: prints by how many bytes an engine whose slots are full makes the resident set grow. What is
 # mapped more than once is counted once.
 FILL = """

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_pair, make_target
-from plugin_libraries import glue, lean_python
-from real_tensorrt import ROOT
+from plugin_libraries import ROOT, glue, lean_python
 from safetensors.torch import load_file
 from tensorrt_builds import DIMS, Machine, build
 

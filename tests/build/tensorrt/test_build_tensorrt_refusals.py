@@ -119,11 +119,6 @@ def test_ctrl_c_while_tensorrt_works(machine: Machine, mine: dict[str, Any], tmp
 # Machines and pairs that cannot be used: refused before any work
 
 
-def test_tensorrt_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    refused(tmp_path, MissingDependency, "cannot import tensorrt", "pip install --editable '.[tensorrt]'")
-
-
 def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     refused(tmp_path, MissingDependency, "cannot import cuda.bindings.runtime", "pip install")
@@ -200,7 +195,3 @@ def test_heads_without_a_kernel_of_ours_are_native(machine: Machine, tmp_path: P
     manifest = build(tmp_path / "e", notice=notes.append, target="mine", checkpoint=target, drafter=drafter)
     assert manifest.attention == "native"
     assert "our plugin is left out: heads of 32 values have no kernel, heads of 64 or 128 have" in notes[-1]
-
-
-def test_precisions(machine: Machine, tmp_path: Path) -> None:
-    refused(tmp_path, UsageError, "the tensorrt backend computes in bf16, fp16", precision="fp32")

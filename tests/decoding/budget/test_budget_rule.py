@@ -386,30 +386,28 @@ def test_calibrated_ratios_against_a_plain_statement() -> None:
 # The loop
 
 
-@pytest.mark.parametrize("batches", [False, True])
-def test_the_loop_is_lossless_and_times_its_rounds(batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_is_lossless_and_times_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the scripted engine, on a machine where every pass takes twice as long as the profile says."""
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     outputs = {}
     for automatic in (False, True):
         engine = ScriptedEngine(target := MarkovTarget(), Good(target))
-        engine.batches = batches
         if automatic:
 
             def spend(verb: str, slots: tuple[int, ...], engine: ScriptedEngine = engine) -> None:
                 clock[0] += {"draft": 0.44, "verify": 2 + 0.008 * (engine.calls[-1].tokens - 1)}.get(verb, 0.0)
 
             engine.fail = spend
-        shared = AutoBudgets(Costs(GPU if not batches else ONE_FOR_ALL, 64), 64, 3)
+        shared = AutoBudgets(Costs(ONE_FOR_ALL, 64), 64, 3)
         completions = [completion(engine, [1 + i], SamplingParams(method="ddtree", max_tokens=90)) for i in range(3)]
         for each in completions:
             each.budget = AutoBudget(shared) if automatic else FixedBudget(0)
         finish(Scheduler(engine), completions)
         outputs[automatic] = [each.output for each in completions]
         if automatic:
-            assert shared.costs.draft_s(0, 3 if batches else 1) == pytest.approx(0.44, rel=0.1)
-            assert shared.costs.verify_s(0, 3 if batches else 1)[8] == pytest.approx(2.064, rel=0.1)
+            assert shared.costs.draft_s(0, 3) == pytest.approx(0.44, rel=0.1)
+            assert shared.costs.verify_s(0, 3)[8] == pytest.approx(2.064, rel=0.1)
     assert outputs[True] == outputs[False]
 
 

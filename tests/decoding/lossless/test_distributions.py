@@ -289,7 +289,7 @@ class Remembering:
     seconds. A drafter that draws is asked anew every time.
     """
 
-    threads, rounds, buckets, exact, batches = 1, None, None, False, False
+    threads, rounds, buckets, exact = 1, None, None, False
 
     def __init__(self, engine: Engine, lies: str) -> None:
         self.manifest = engine.manifest

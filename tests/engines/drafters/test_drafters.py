@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Marginals
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
-from ddtree_trt.runtime.engines.drafters import Drafter, Pass, check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.drafters import Drafter, check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.passes import SlotLengths
-from ddtree_trt.runtime.tree import TokenTree
 
 VOCAB, CHUNK = 11, 3
 
@@ -49,8 +48,8 @@ def greedy(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: 
     return DrawnFrom(int(token_ids[0]), token_ids, np.exp(log_probs))
 
 
-def request(slot: int, bonus: int = 0) -> DraftRequest:
-    return DraftRequest(slot, bonus, top_k=4, length=5, draw=greedy)
+def request(slot: int, bonus: int = 0, length: int = 5) -> DraftRequest:
+    return DraftRequest(slot, bonus, top_k=4, length=length, draw=greedy)
 
 
 def lengths(*committed: int) -> SlotLengths:
@@ -81,21 +80,24 @@ def test_nothing_is_drafted_unless_every_slot_can_be() -> None:
 
 
 class Sum:
-    """A language model whose next token is the sum of all tokens before it, and which counts its passes."""
+    """A language model whose next token is the sum of all tokens before it, and which lists its passes."""
 
     def __init__(self, slots: int) -> None:
-        self.cache, self.passes = SlotLengths(slots, 64), 0
+        self.cache = SlotLengths(slots, 64)
+        self.passes: list[dict[int, int]] = []  # rows of each slot
         self._rows = np.zeros((slots, 64), np.int64)
+        self._logits = np.zeros((slots, VOCAB), np.float32)
 
-    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        self.passes += 1
-        past, size = self.cache.lengths[slot], len(tree)
-        assert size <= CHUNK
-        self._rows[slot, past : past + size] = tree.token_ids
-        sums = np.array([self._rows[slot, : past + row + 1].sum() % VOCAB for row in rows])
-        logits = np.zeros((len(rows), VOCAB), np.float32)
-        logits[np.arange(len(rows)), sums] = 10
-        return Pass(sums, logits, None)
+    def extend(self, chains: Sequence[VerifyRequest]) -> Sequence[NDArray[np.float32]]:
+        self.passes.append({chain.slot: len(chain.tree) for chain in chains})
+        self._logits[:] = 0
+        for n, chain in enumerate(chains):
+            past, size = self.cache.lengths[chain.slot], len(chain.tree)
+            assert size <= CHUNK
+            self._rows[chain.slot, past : past + size] = chain.tree.token_ids
+            self.cache.append(chain.slot, size)
+            self._logits[n, self._rows[chain.slot, : past + size].sum() % VOCAB] = 10
+        return list(self._logits[: len(chains)])
 
 
 def chain(tokens: Sequence[int], length: int) -> list[int]:
@@ -106,16 +108,17 @@ def chain(tokens: Sequence[int], length: int) -> list[int]:
     return found[len(tokens) :]
 
 
-def test_an_autoregressive_drafter_drafts_slot_by_slot() -> None:
+def test_an_autoregressive_drafter_has_a_pass_for_every_token_of_all_slots() -> None:
     model = Sum(3)
     drafter = AutoregressiveDrafter(model, CHUNK)
     texts = {0: [1, 2, 3, 4], 2: [5]}
     for slot, text in texts.items():
         drafter.append_context(slot, np.array(text), None)
-    drafts = draft_all(drafter, lengths(4, 0, 1), [request(2, bonus=6), request(0, bonus=7)])
-    assert [[d.token for d in draft.drawn or ()] for draft in drafts] == [chain([5, 6], 5), chain([1, 2, 3, 4, 7], 5)]
-    assert all(marginals(draft).log_probs.shape == marginals(draft).token_ids.shape == (5, 4) for draft in drafts)
-    assert model.passes == (1 + 4) + (2 + 4)  # the prompt by chunks, then a token each
+    drafts = draft_all(drafter, lengths(4, 0, 1), [request(2, 6, length=3), request(0, bonus=7)])
+    assert [[d.token for d in draft.drawn or ()] for draft in drafts] == [chain([5, 6], 3), chain([1, 2, 3, 4, 7], 5)]
+    for draft, length in zip(drafts, (3, 5), strict=True):
+        assert marginals(draft).log_probs.shape == marginals(draft).token_ids.shape == (length, 4)
+    assert model.passes == [{0: 3}, {2: 2, 0: 2}, *[{2: 1, 0: 1}] * 2, *[{0: 1}] * 2]  # a long prompt's chunks before
 
 
 def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
@@ -125,7 +128,11 @@ def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
     (draft,) = drafter.draft([request(0, bonus=3)])
     accepted = [d.token for d in draft.drawn or ()][:2]
     drafter.append_context(0, np.array([3, *accepted]), None)
-    before = model.passes
+    model.passes.clear()
     (draft,) = drafter.draft([request(0, bonus=9)])
     assert [d.token for d in draft.drawn or ()] == chain([1, 2, 3, *accepted, 9], 5)
-    assert model.passes - before == 5  # the bonus token and four drafted ones
+    assert model.passes == [{0: 1}] * 5  # the bonus token and four drafted ones
+    drafter.truncate(0, 1)
+    drafter.append_context(0, np.array([4, 4]), None)
+    (draft,) = drafter.draft([request(0, bonus=9)])
+    assert [d.token for d in draft.drawn or ()] == chain([1, 4, 4, 9], 5)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
+from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, NewRows
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
@@ -36,28 +36,36 @@ class Scripted:
     def __init__(self, slots: int = 1, rows: int = 256) -> None:
         self.cache = SlotLengths(slots, rows)
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (token, state) of committed rows
-        self.absorbed: list[int] = []  # rows of each pass
-        self.expanded: list[Nodes] = []
+        self.absorbed: list[dict[int, int]] = []  # rows of each slot of each pass
+        self.expanded: list[Sequence[NewRows]] = []
+        self.barren = -1  # a bonus token behind whose children nothing is possible
 
     def join(self, pieces: Sequence[Any]) -> Any:
         return np.concatenate(pieces)
 
-    def absorb(self, slot: int, token_ids: NDArray[np.int64], states: Any, top_k: int) -> Level:
-        assert len(token_ids) == len(states) > 0
-        held = self.cache.lengths[slot]
-        self.rows[slot][held:] = zip(token_ids.tolist(), states[:, 0].tolist(), strict=True)
-        self.cache.append(slot, len(token_ids))
-        self.absorbed.append(len(token_ids))
-        return self._level([(int(token_ids[-1]),)], top_k)
+    def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
+        for each in rows:
+            token_ids = each.tree.token_ids.tolist()
+            self.rows[each.slot][self.cache.lengths[each.slot] :] = zip(token_ids, each.states[:, 0], strict=True)
+            self.cache.append(each.slot, len(token_ids))
+            assert each.first == len(token_ids) - 1 >= 0
+        self.absorbed.append({each.slot: len(each.tree) for each in rows})
+        return self._level([(int(each.tree.token_ids[-1]),) for each in rows], top_k)
 
-    def expand(self, slot: int, nodes: Nodes, top_k: int) -> Level:
-        self.expanded.append(nodes)
-        paths = [(*nodes.features[i], int(nodes.token_ids[i])) for i in range(nodes.first, len(nodes.token_ids))]
-        return self._level(paths, top_k)
+    def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
+        self.expanded.append(rows)
+        return self._level([path for each in rows for path in paths_in(each)[each.first :]], top_k)
 
     def _level(self, paths: list[tuple[int, ...]], top_k: int) -> Level:
         found = [candidates(path, top_k) for path in paths]
-        return Level(paths, np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+        log_probs = np.stack([f[0] for f in found])
+        log_probs[[len(path) > 1 and path[0] == self.barren for path in paths]] = -np.inf
+        return Level(paths, log_probs, np.stack([f[1] for f in found]))
+
+
+def paths_in(nodes: NewRows) -> list[tuple[int, ...]]:
+    """Of every node."""
+    return [(*feature, token) for feature, token in zip(nodes.states, nodes.tree.token_ids.tolist(), strict=True)]
 
 
 def candidates(path: tuple[int, ...], k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -131,21 +139,36 @@ def test_each_pass_expands_the_most_probable_of_the_last_level(bonus: int, width
     for nodes in (1, 7, len(ranked)):
         assert paths_within(best_tree(rows, nodes), bonus) == {path for path, _ in ranked[:nodes]}
     expected = expanded_of(bonus, width=width, length=length)
-    found = [
-        {(*nodes.features[i], int(nodes.token_ids[i])) for i in range(nodes.first, len(nodes.token_ids))}
-        for nodes in network.expanded
-    ]
-    assert found == expected
+    assert [set(paths_in(nodes)[nodes.first :]) for (nodes,) in network.expanded] == expected
 
 
 @given(st.integers(0, 500))
-def test_a_row_sees_its_ancestors_and_itself(bonus: int) -> None:
+def test_a_row_has_its_parent_and_depth(bonus: int) -> None:
     _, network = drafted(bonus)
-    nodes = network.expanded[-1]
-    paths = [(*feature, int(token)) for feature, token in zip(nodes.features, nodes.token_ids, strict=True)]
-    for i, path in enumerate(paths):
-        assert nodes.depths[i] == len(path) - 2
-        assert {paths[j] for j in np.flatnonzero(nodes.sees[i])} == {path[:n] for n in range(2, len(path) + 1)}
+    (nodes,) = network.expanded[-1]
+    paths = paths_in(nodes)
+    assert nodes.tree.depths.tolist() == [len(path) - 2 for path in paths]
+    for path, parent in zip(paths, nodes.tree.parents.tolist(), strict=True):
+        assert path[:-1] == (paths[parent] if parent >= 0 else (bonus,))
+
+
+def test_slots_grow_in_the_same_passes_until_each_ends() -> None:
+    """By its length, or where nothing is possible; each with its own number of candidates."""
+    asked = [request(3, slot=2), request(7, slot=0), DraftRequest(1, 5, 2, 2)]
+    drafts = []
+    for calls in ([asked], [[each] for each in asked]):
+        network = Scripted(3)
+        network.barren = 7
+        drafter = EagleDrafter(network, 64, 64, width=3)
+        for slot in range(3):
+            drafter.append_context(slot, np.arange(1 + slot), np.ones((1 + slot, 1)))
+        drafts.append([draft.candidates for call in calls for draft in drafter.draft(call)])
+        if calls == [asked]:
+            assert network.absorbed == [{2: 3, 0: 1, 1: 2}]
+            assert [[rows.slot for rows in each] for each in network.expanded] == [[2, 0, 1], [2], [2]]
+    for found, expected in zip(*drafts, strict=True):
+        for name, values in vars(expected).items():
+            np.testing.assert_array_equal(getattr(found, name), values)
 
 
 def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error() -> None:
@@ -156,7 +179,7 @@ def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error(
         drafter.draft([request(7, length=7)])
     assert not network.absorbed and not network.expanded
     drafter.draft([request(7, length=6)])
-    assert len(network.expanded[-1].token_ids) == 15
+    assert len(network.expanded[-1][0].tree) == 15
 
 
 def test_a_row_has_a_tokens_states_and_the_token_behind_it() -> None:
@@ -178,7 +201,7 @@ def test_a_long_prompt_is_processed_as_it_comes() -> None:
     drafter = EagleDrafter(network, 4, 64)
     states = np.arange(11.0)[:, None]
     drafter.append_context(0, np.arange(6), states[:6])
-    assert network.absorbed == [4, 1]
+    assert network.absorbed == [{0: 4}, {0: 1}]
     drafter.append_context(0, np.arange(6, 9), states[6:9])
     drafter.draft([request(9)])
     assert network.rows[0] == [(i + 1, float(i)) for i in range(9)]

@@ -5,7 +5,7 @@ What a dialect means is stated here a second time, so that the truth does not de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,18 +149,23 @@ class Pair:
         del self.tokens[slot][length:]
         self.engine.truncate(slot, length)
 
-    def drafted(self, bonus: int, slot: int = 0) -> Any:
-        return self.engine.draft([DraftRequest(slot, bonus, TOP_K, 1)])[0].candidates
+    def drafted(self, *bonus: int) -> list[Any]:
+        """A draft behind each slot, from 0 on, in one call."""
+        requests = [DraftRequest(slot, token, TOP_K, 1) for slot, token in enumerate(bonus)]
+        return [draft.candidates for draft in self.engine.draft(requests)]
 
-    def draft(self, slot: int = 0) -> None:
-        """Every candidate of a draft, by rank and by token, is the plain statement's."""
-        bonus = int(self.rng.integers(50))
-        found, states = self.drafted(bonus, slot), self.truth(self.tokens[slot])[1]
+    def draft(self, slots: int = 1) -> None:
+        """Every candidate of the drafts, by rank and by token, is the plain statement's."""
+        bonus = self.rng.integers(50, size=slots).tolist()
+        for slot, found in enumerate(self.drafted(*bonus)):
+            self._check(found, self.truth(self.tokens[slot])[1], bonus[slot], f"draft behind {len(self.tokens[slot])}")
+
+    def _check(self, found: Any, states: np.ndarray, bonus: int, what: str) -> None:
         if isinstance(found, Bilinear):
             self._check_pairs(found, states, bonus)
             return
         assert isinstance(found, Marginals)
-        expected, what = self.dflash(states, bonus), f"draft behind {len(self.tokens[slot])}"
+        expected = self.dflash(states, bonus)
         assert found.log_probs.shape == (self.dims.draft_length, TOP_K)
         assert_close(found.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
         assert_close(found.log_probs, np.take_along_axis(expected, found.token_ids, axis=-1), f"{what}, by token")
@@ -247,13 +252,23 @@ def test_rounds(name: str, build: str, tmp_path: Path) -> None:
     pair.prefill(9)
     pair.truncate(12)
     pair.draft()
-    pair.commit(11)
+    pair.commit(*[11] * 8)  # more than wait for a draft
     pair.draft()
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return shaped(tmp_path_factory.mktemp("pair"), BUILDS[request.param], "block-16")
+CALLS = [*((n, b) for n in ("block-16", "dspark") for b in (*BUILDS, *LOWERED)), ("block-8", "two ranks")]
+
+
+@pytest.fixture(scope="module", params=CALLS, ids="-".join)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    (name, build), path = request.param, tmp_path_factory.mktemp("pair")
+    if build != "two ranks":
+        yield MADE[name](path, {**BUILDS, **LOWERED}[build])
+        return
+    one = MADE[name](path, build_torch_engine)
+    one.engine.close()
+    with request.getfixturevalue("ranks").open(path / "engine") as engine:
+        yield Pair(engine, path / "target", path / "drafter", one.dims)
 
 
 def test_two_drafts_without_new_states(pair: Pair) -> None:
@@ -269,13 +284,13 @@ def test_two_drafts_without_new_states(pair: Pair) -> None:
     pair.draft()
 
 
-def test_slots_are_independent(pair: Pair) -> None:
+def test_slots_of_a_call_are_independent(pair: Pair) -> None:
     for slot, length in enumerate((3, 31)):
         pair.truncate(0, slot)
         pair.prefill(length, slot)
     for nodes in ((0, 11), (7, 2)):
+        pair.draft(slots=2)
         for slot, node in enumerate(nodes):
-            pair.draft(slot)
             pair.commit(node, slot=slot)
 
 
@@ -319,7 +334,7 @@ def test_marginals_in_8_bits(fields: dict[str, Any], tied: bool, bound: float, t
     """To 8 bits' rounding. A head of its own is rotated as the target's is, ids are mapped, and the windows hold."""
     pair = varied(tmp_path, partial(build_engine, precision="int8"), fields, tied=tied)
     pair.prefill(3 * WINDOW)
-    draft = pair.drafted(7)
+    (draft,) = pair.drafted(7)
     expected = np.take_along_axis(pair.dflash(pair.truth(pair.tokens[0])[1], 7), draft.token_ids, axis=-1)
     assert_near(draft.log_probs, expected, expected.std(), bound)
     assert np.abs(draft.log_probs - expected).max() > 1e-4  # it is in 8 bits
@@ -331,7 +346,7 @@ def test_pairs_in_8_bits(name: str, tmp_path: Path) -> None:
     whose hidden states are."""
     pair = varied(tmp_path, partial(build_engine, precision="int8"), PAIRS[name])
     pair.prefill(30)
-    found, dflash = pair.drafted(7), pair.dflash
+    (found,), dflash = pair.drafted(7), pair.dflash
     hidden = dflash.hidden(pair.truth(pair.tokens[0])[1], 7)
     logits, draft_ids = dflash.logits(hidden).numpy(), np.array(pair.ids_of_head(found))
     expected = np.take_along_axis(logits, draft_ids, axis=-1)

@@ -17,7 +17,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.models.families import QWEN2
 from ddtree_trt.runtime.candidates import LinkedRows
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.tree import TokenTree
 
 K, LEVELS, LAYERS = 5, 4, 8
@@ -48,9 +48,7 @@ class Slot:
         self.engine.prefill(self.slot, np.array(tokens), rows="last", taps=True)
         self.tokens += tokens
 
-    def draft(self, bonus: int) -> None:
-        request = DraftRequest(self.slot, bonus, K, LEVELS, never)
-        (draft,) = self.engine.draft([request])
+    def check(self, bonus: int, draft: Draft) -> None:
         rows, taps = draft.candidates, self.target(self.tokens)[1]
         assert isinstance(rows, LinkedRows)
         pending: list[tuple[int, list[int]]] = [(0, [])]
@@ -74,6 +72,12 @@ class Slot:
         self.tokens += tokens[path].tolist()
 
 
+def draft(slots: list[Slot], bonus: int) -> None:
+    drafts = slots[0].engine.draft([DraftRequest(slot.slot, bonus, K, LEVELS, never) for slot in slots])
+    for slot, found in zip(slots, drafts, strict=True):
+        slot.check(bonus, found)
+
+
 def slots_of(path: Path, build: Build, *, tied: bool = True, longest: int = 512, **shape: Any) -> list[Slot]:
     """Two slots of an engine of this shape, with positions for `longest` tokens."""
     target = make_target(path / "target", num_layers=LAYERS, tied=tied, max_positions=longest)
@@ -90,18 +94,18 @@ def slots_of(path: Path, build: Build, *, tied: bool = True, longest: int = 512,
 @pytest.mark.parametrize("build", [build_engine, build_torch_engine])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounds(tmp_path: Path, shape: str, build: Build) -> None:
-    """Of two slots in turn: prompts, then rounds of uneven length and one without a draft."""
+    """Of two slots: prompts, then rounds of uneven length and one without a draft."""
     rng = np.random.default_rng(3)
     slots = slots_of(tmp_path, build, tied=shape != "head-of-the-target", **SHAPES[shape])
     for slot, size in zip(slots, (11, 1), strict=True):
         slot.prefill(rng.integers(0, 96, size).tolist())
-    for bonus, path in ((5, [0, 2, 4, 5]), (9, [0]), (30, [0, 1])):
-        for slot in slots:
-            slot.draft(bonus)
+    for bonus, *paths in ((5, [0, 2, 4, 5], [0, 1]), (9, [0], [0, 1, 3]), (30, [0, 1], [0, 2])):
+        draft(slots, bonus)
+        for slot, path in zip(slots, paths, strict=True):
             slot.commit(bonus, path, rng)
     for slot in slots:
         slot.commit(7, [0, 1, 3], rng)
-        slot.draft(8)
+    draft(slots, 8)
     slots[0].engine.truncate(0, 9)
     assert slots[0].engine.draftable_length(0) == 9
 
@@ -112,4 +116,4 @@ def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
     slot, _ = slots_of(tmp_path, build_engine, longest=2048)
     for size in (chunk, chunk, 30):
         slot.prefill(rng.integers(0, TARGET_DIMS.vocab_size, size).tolist())
-    slot.draft(3)
+    draft([slot], 3)

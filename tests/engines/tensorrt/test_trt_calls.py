@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, cudaError_t
-from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Machine, generate
-from fake_trt_runtime import FakeContext
+from fake_trt_engine import LIMITS, PROMPTS, Machine, generate
+from fake_trt_runtime import FakeContext, FakeTrt
 from kernel_reference import packed_mask
 from numerics import random_tree
+from real_builder import rtx
+from real_tensorrt import WrongCall
 
 from ddtree_trt.device.buffers import buckets
-from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.libraries import make_log
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
@@ -99,21 +101,6 @@ def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, mon
     chunks = -(-metrics.prompt_tokens // LIMITS.prefill_chunk)
     assert more - waits == chunks + 3 * metrics.rounds
     assert any(left) and not any(nothing)
-
-
-def test_all_slots_of_a_round_go_through_one_pass(running: Any) -> None:
-    llm, machine = running
-    options = {"method": "ddtree", "tree_budget": 16}
-    generate(llm, PROMPTS, **options)
-    start, waits = len(machine.cuda.log), llm.engine.waits
-    outputs = generate(llm, PROMPTS, **options)
-    longest = max(o.metrics.rounds for o in outputs)
-    prompts = sum(len(list(range(0, o.metrics.prompt_tokens, LIMITS.prefill_chunk))) for o in outputs)
-    # Two waits of a round, two of a prompt's last chunk (its logits are read); one-token prompts draft on their own
-    # until they have a block's states.
-    alone = sum(o.metrics.rounds for o in outputs if o.metrics.prompt_tokens < BLOCK)
-    assert llm.engine.waits - waits <= 2 * longest + prompts + len(outputs) + min(alone, BLOCK) + len(outputs)
-    assert sum(entry[0] == "launch" for entry in machine.cuda.log[start:]) <= 2 * longest + min(alone, BLOCK)
 
 
 def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
@@ -206,22 +193,6 @@ def test_padding_rows_see_themselves_only() -> None:
     assert padded.tree_mask.dtype == np.int32
 
 
-def test_pinned_memory_is_not_overwritten_before_it_was_read() -> None:
-    cuda = FakeCuda()
-    device = Device(cuda)
-    upload = Upload(device, device.allocate(1024), device.pinned(1024))
-    kept = device.allocate(256)
-    first = upload.send({"x": np.arange(4, dtype=np.int32)})
-    device.copy(kept, first["x"], 16)
-    upload.send({"x": np.zeros(4, np.int32)})
-    found = np.empty(4, np.int32)
-    device.download(found, kept)
-    device.synchronize()
-    assert found.tolist() == [0, 1, 2, 3]
-    device.close()
-    assert not cuda.leaks
-
-
 def test_another_thread_may_take_over(engine: TrtEngine) -> None:
     """As `AsyncLLM` does; every thread begins with GPU 0 as its current one."""
     with ThreadPoolExecutor(1) as other:
@@ -298,3 +269,35 @@ def test_closing_gives_back_all_it_can(machine: Machine) -> None:
     with pytest.raises(EngineError, match="cudaFreeHost failed with cudaErrorIllegalAddress"):
         engine.close()
     assert machine.cuda.leaks == ["pinned"]
+
+
+# What ships. Calls of TensorRT are checked where `FakeTrt` lists them
+
+
+def test_the_fake_of_tensorrt_has_what_ships() -> None:
+    """What is read and set; every call of every test is checked where it is made."""
+    real = rtx()
+    with pytest.raises(WrongCall):
+        FakeTrt(FakeCuda(), {}).record("IExecutionContext", "set_tensor_address", 256, "past_key.0")
+    read = ("num_io_tensors", "device_memory_size_v2", "get_tensor_shape")
+    assert all(hasattr(real.ICudaEngine, name) for name in (*read, "get_tensor_name"))
+    assert hasattr(real.IPluginRegistry, "all_creators")
+    for name in ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"):
+        assert isinstance(getattr(real.IRuntimeConfig, name), property)
+    for enum, members in (
+        (real.ExecutionContextAllocationStrategy, {"USER_MANAGED"}),
+        (real.DynamicShapesKernelSpecializationStrategy, {"EAGER", "NONE"}),
+        (real.CudaGraphStrategy, {"DISABLED"}),
+    ):
+        assert members <= set(enum.__members__)
+
+
+def test_tensorrts_log_is_one_that_tensorrt_takes() -> None:
+    real = rtx()
+    log = make_log(real)
+    assert isinstance(log, real.ILogger)
+    for severity in real.ILogger.Severity.__members__.values():
+        log.log(severity, f"{severity.name}\nof two lines")
+    assert log.words() == "INTERNAL_ERROR of two lines; ERROR of two lines"
+    log.clear()
+    assert log.words() == ""

@@ -294,18 +294,6 @@ def test_memory_that_runs_out_after_all(machine: Machine) -> None:
 
 
 @of("plugin", "native")
-def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
-    engine = open_engine(machine.directory)
-    layout = engine.layout  # type: ignore[attr-defined]
-    assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [("malloc", layout.total_bytes)]
-    ends = [layout.offsets[name] + size for name, size in layout.sizes.items()]
-    starts = [*layout.offsets.values(), layout.total_bytes]
-    assert all(start % buffers.ALIGNMENT == 0 for start in starts)
-    assert all(end <= start for end, start in zip(ends, starts[1:], strict=True))
-    engine.close()
-
-
-@of("plugin", "native")
 @pytest.mark.parametrize("piece", [256, 1 << 24])
 def test_the_head_is_on_the_device_once_more_in_float32(
     machine: Machine, piece: int, monkeypatch: pytest.MonkeyPatch

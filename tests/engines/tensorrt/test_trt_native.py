@@ -15,7 +15,6 @@ from ddtree_trt.device.buffers import CacheShape, buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
-from ddtree_trt.runtime.engines.tensorrt.model import with_idle_trees
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +68,6 @@ def test_an_idle_slot_is_left_as_it_is_though_it_is_full(machine: Machine, engin
     assert engine.length(1) == engine.draftable_length(1) == 0
 
 
-def test_idle_slots_run_along_between_those_of_a_call() -> None:
-    tree = random_tree(np.random.default_rng(0), 5, 2048)
-    requests = [VerifyRequest(6, tree), VerifyRequest(3, tree)]
-    passed = with_idle_trees(requests)
-    assert [r.slot for r in passed] == [3, 4, 5, 6]
-    assert [len(r.tree) for r in passed] == [5, 1, 1, 5]
-    assert with_idle_trees(requests[:1]) == requests[:1]
-
-
 def test_verdicts_come_in_the_order_of_the_call(machine: Machine, engine: TrtEngine) -> None:
     trees = {slot: random_tree(np.random.default_rng(slot), 4 + slot, 2048) for slot in (2, 0)}
     for slot in trees:
@@ -117,9 +107,3 @@ def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:
             engine.commit(slot, path, taps=False)
         assert engine.waits == waits
         assert network.graphs == LIMITS.max_batch, turn
-
-
-def test_plans_are_read_without_plugins(machine: Machine, engine: TrtEngine) -> None:
-    plans = [call[2] for call in machine.trt.calls if call[1] == "deserialize_cuda_engine"]
-    assert plans == [b"the target's plan", b"the drafter's plan", b"the compaction's plan"]
-    assert not machine.trt.loaded, "no plugin library"

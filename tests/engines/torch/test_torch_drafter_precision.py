@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from checkpoints import make_drafter, make_target
 from dflash_truth import DFlash
@@ -13,7 +12,6 @@ from drafts import marginals
 from numerics import Truth
 from safetensors.torch import load_file, save_file
 
-from ddtree_trt.artifact.files import TORCH_WEIGHTS
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
@@ -58,18 +56,3 @@ def test_an_fp16_engines_drafter_is_in_bf16(tmp_path: Path) -> None:
         engine.verify([VerifyRequest(0, token_chain(tokens[:6]))])  # more than the drafter's buffer holds
         engine.commit(0, np.arange(6, dtype=np.int32), taps=True)
         tokens = np.concatenate([tokens, tokens[:6]])
-
-
-def test_a_drafter_in_fp16_of_an_older_engine_is_read(tmp_path: Path) -> None:
-    directory = build(tmp_path, "fp16")
-    manifest, path = load_manifest(directory), directory / TORCH_WEIGHTS
-    save_file({name: tensor.to(torch.float16) for name, tensor in load_file(path).items()}, path)
-    weights = read_weights(directory, manifest, CPU)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_other_engines_have_one_type(precision: str, tmp_path: Path) -> None:
-    directory = build(tmp_path, precision)
-    weights = read_weights(directory, load_manifest(directory), CPU)
-    assert len({tensor.dtype for tensor in weights.values()}) == 1

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_target
 from engine_builds import CHATS, PACKAGED, build_torch_engine
 
 from ddtree_trt.bench.settings import CheckSettings
@@ -121,17 +120,3 @@ def test_bf16_is_lossless_up_to_its_rounding(tmp_path: Path) -> None:
     assert report.precision == "bf16"
     assert all(finding.passed for finding in report.greedy)
     assert any(finding.tau > 3 for finding in report.greedy)
-
-
-def test_an_autoregressive_drafter(tmp_path: Path) -> None:
-    """The target itself drafts: always accepted, and the output is that of ar."""
-    target = make_target(tmp_path / "t")
-    drafter = make_target(tmp_path / "d", tokenizer=False)
-    build_torch_engine(target, drafter, tmp_path / "e").close()
-    params: dict[str, Any] = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
-    prompt = [5, 9, 2, 40, 7]
-    with LLM(tmp_path / "e") as llm:
-        (expected,) = llm.generate(prompt, SamplingParams(method="ar", **params))
-        (found,) = llm.generate(prompt, SamplingParams(method="draft-model", tree_budget=4, **params))
-    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert found.metrics.acceptance_lengths == [5] * 8

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import BY_SWITCHES, TARGET_DIMS, make_pair
+from checkpoints import BY_SWITCHES, make_pair
 from drafts import marginals
 from engine_builds import PACKAGED, build_torch_engine
-from numerics import Follower, Truth, path_to, random_tree
+from numerics import path_to, random_tree
 
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.drafters.dflash.on_torch import TOP_KS
@@ -64,34 +64,6 @@ def verified(engine: TorchEngine, trees: dict[int, TokenTree]) -> dict[int, Verd
 def assert_equal(found: Verdict, expected: Verdict) -> None:
     np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
     np.testing.assert_array_equal(found.choices, expected.choices)
-
-
-def test_slots_of_one_pass_are_what_they_are_alone(engine: TorchEngine) -> None:
-    """Own lengths, own trees of other sizes, paths that move rows, and rounds after them."""
-    rng = np.random.default_rng(4)
-    lengths, slots = (3, 300, 40), (0, 1, 2)
-    rounds = [{slot: random_tree(rng, size, VOCAB) for slot, size in zip(slots, sizes, strict=True)}
-              for sizes in ((10, 1, 70), (40, 33, 2), (5, 6, 7))]  # fmt: skip
-    together, alone = [], []
-    fill(engine, lengths)
-    for trees in rounds:
-        together.append((drafted(engine, slots), verified(engine, trees)))
-        commit(engine, trees)
-    fill(engine, lengths)
-    for trees in rounds:
-        drafts: dict[int, Any] = {}
-        verdicts: dict[int, Verdict] = {}
-        for slot, tree in trees.items():
-            drafts |= drafted(engine, (slot,))
-            verdicts |= verified(engine, {slot: tree})
-            commit(engine, {slot: tree})
-        alone.append((drafts, verdicts))
-    for (drafts, verdicts), (drafts_alone, verdicts_alone) in zip(together, alone, strict=True):
-        for slot in slots:
-            assert_equal(verdicts[slot], verdicts_alone[slot])
-            np.testing.assert_allclose(
-                marginals(drafts[slot]).log_probs, marginals(drafts_alone[slot]).log_probs, atol=2e-4
-            )
 
 
 def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> None:
@@ -159,25 +131,6 @@ def test_states_of_an_earlier_pass_are_gone(engine: TorchEngine) -> None:
     verified(engine, {1: tree})
     with pytest.raises(EngineError, match="slot 0 was not in the last target pass"):
         commit(engine, {0: tree})
-
-
-def test_padding_changes_nothing(tmp_path: Path) -> None:
-    """The padded sizes of a GPU, on the CPU: logits, states told to the drafter and later rounds are the truth's."""
-    target, drafter = make_pair(tmp_path, max_positions=512)
-    engine = build_torch_engine(target, drafter, tmp_path / "engine", max_batch=2)
-    engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
-    truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
-    followers = [Follower(engine, slot, truth) for slot in range(2)]
-    rng = np.random.default_rng(2)
-    for follower, length in zip(followers, (6, 50), strict=True):
-        follower.prefill(rng.integers(0, TARGET_DIMS.vocab_size, length))
-    for sizes in ((10, 21), (3, 5), (1, 9)):
-        trees = [random_tree(rng, n, TARGET_DIMS.vocab_size) for n in sizes]
-        requests = [f.request(tree) for f, tree in zip(followers, trees, strict=True)]
-        for follower, verdict in zip(followers, engine.verify(requests), strict=True):
-            follower.check(verdict)
-        for follower, tree in zip(followers, trees, strict=True):
-            follower.commit(path_to(tree, len(tree) - 1))
 
 
 def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

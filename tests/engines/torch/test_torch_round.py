@@ -13,17 +13,14 @@ import kernel_reference as plugin_reference
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_target
 from engine_builds import CHATS, PACKAGED, build_torch_engine
 from hypothesis import given
 from hypothesis import strategies as st
-from truth import FALSE_ALARM, chi_square
 
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
-from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps, gumbel
+from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
@@ -243,34 +240,7 @@ def test_rounds_on_the_kernels(
     assert max(found["device"][1][0]) > 2
 
 
-def test_an_autoregressive_drafter_has_none(tmp_path: Path) -> None:
-    target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", tokenizer=False)
-    assert build_torch_engine(target, drafter, tmp_path / "e").rounds is None
-
-
 # Its parts
-
-
-def test_noise_draws_from_the_distribution() -> None:
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
-    seeds = torch.tensor([Noise(7, i).target_seed for i in range(40)])
-    for temperature in (0.6, 1.0):
-        noise = gumbel(seeds, torch.arange(500).expand(40, -1), len(logits))
-        assert noise.dtype == torch.float32 and torch.isfinite(noise).all()
-        drawn = (logits + temperature * noise).argmax(-1).flatten().tolist()
-        p = (logits / temperature).softmax(0).tolist()
-        counts = {(t,): drawn.count(t) for t in range(len(p))}
-        assert chi_square(counts, {(t,): q for t, q in enumerate(p)}) > FALSE_ALARM
-
-
-def test_noise_is_a_function_of_seed_position_and_token() -> None:
-    seeds = torch.tensor([Noise(0, 0).target_seed, Noise(0, 1).target_seed])
-    whole = gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 50)
-    assert torch.equal(whole[:1, 1:], gumbel(seeds[:1], torch.tensor([[6]]), 50))
-    assert torch.equal(whole[..., :7], gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 7))
-    assert not torch.equal(whole[0, 1], whole[1, 0])
-    assert abs(float(np.corrcoef(whole.flatten(0, 1).numpy()[:2])[0, 1])) < 0.5
-    assert Noise(None, 0).target_seed != Noise(None, 0).target_seed
 
 
 @given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))

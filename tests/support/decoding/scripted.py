@@ -57,7 +57,6 @@ class ScriptedEngine:
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
     exact = False
-    batches = False
 
     def __init__(
         self,

@@ -18,19 +18,6 @@ from ddtree_trt import plugins
 from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
 from ddtree_trt.plugins import MaskMode
 
-# Operators of docs/operators.md in onnx/onnx-tensorrt that its table says TensorRT 11.0 supports, of those a
-# transformer might use (commit 2f3fa349247d9ff52d7662cb995c82278df31a86). Attention, RMSNormalization, RotaryEmbedding
-# and Swish are there too, but not in 10.13.
-SUPPORTED = frozenset(
-    """
-    Abs Add And ArgMax Cast CastLike Clip Concat Constant ConstantOfShape CumSum DequantizeLinear Div Einsum Equal Erf
-    Exp Expand Flatten Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity LayerNormalization Less
-    LessOrEqual Log LogSoftmax MatMul Max Mean Min Mod Mul Neg Not OneHot Or Pad Pow QuantizeLinear Range Reciprocal
-    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape ScatterElements ScatterND Shape Sigmoid Slice
-    Softmax Split Sqrt Squeeze Sub Sum Tanh Tile TopK Transpose Trilu Unsqueeze Where
-    """.split()
-)
-
 FLOAT, INT32, INT64, UINT32, BOOL = (getattr(TensorProto, kind) for kind in "FLOAT INT32 INT64 UINT32 BOOL".split())
 
 

@@ -1,58 +1,15 @@
-"""The real Python bindings on a machine without a GPU: those of TensorRT for RTX, whose interface is TensorRT's, and
-those of CUDA, from a wheel that is fetched once into build/cuda-bindings.
-
-Where the wheel cannot be fetched, the tests that need it are skipped with the reason.
-"""
+"""The real Python bindings on a machine without a GPU: those of TensorRT for RTX, whose interface is TensorRT's."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
-
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "build" / "cuda-bindings"
-PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0")
-ONE_PROCESS = FileLock(FOLDER / ".lock")  # of those that run tests fills the folder, the others wait
-
-
-@cache
-@ONE_PROCESS
-def _site() -> Path | str:
-    """The folder with the packages, or why there is none."""
-    site = FOLDER / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    complete = site / ".complete"
-    if complete.is_file() and complete.read_text() == " ".join(PACKAGES):
-        return site
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--upgrade"]
-    try:
-        run = subprocess.run(
-            [*command, "--target", str(site), *PACKAGES], capture_output=True, text=True, timeout=500, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "the CUDA bindings could not be fetched in 500 s"
-    if run.returncode:
-        return f"the CUDA bindings cannot be fetched: {run.stderr.strip().splitlines()[-1][:200]}"
-    complete.write_text(" ".join(PACKAGES))
-    return site
-
-
-def site() -> Path:
-    """The folder with CUDA's bindings. Skips the test where it cannot be had."""
-    found = _site()
-    if isinstance(found, str):
-        pytest.skip(f"skipped: {found}")
-    return found
 
 
 @cache
@@ -61,15 +18,6 @@ def real_tensorrt() -> Any:
     if importlib.util.find_spec("tensorrt") is not None:
         return importlib.import_module("tensorrt")
     return pytest.importorskip("tensorrt_rtx_bindings", reason="needs TensorRT for RTX, of the extra `test`")
-
-
-@cache
-def cuda_names() -> frozenset[str]:
-    """What the real `cuda.bindings.runtime` has. In a process of its own: it must not look installed in this one."""
-    code = "from cuda.bindings import runtime; print(*dir(runtime))"
-    environment = {**os.environ, "PYTHONPATH": str(site())}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return frozenset(run.stdout.split())
 
 
 # Calls against the signatures that pybind11 writes into docstrings

@@ -33,7 +33,6 @@ class OrtEngine:
 
     rounds = None
     buckets = None
-    batches = True
 
     def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
         self.manifest = manifest

@@ -21,7 +21,7 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.engines.drafters import Pass
+from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -174,6 +174,15 @@ class Extension:
     rows: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """The results of a pass over a tree of T rows. The arrays are overwritten by the next pass."""
+
+    choices: NDArray[np.int64]  # [R]
+    logits: NDArray[np.float32]  # [R, V]
+    taps: NDArray[np.float32] | None  # [T, M·H]; None for a network without tapped layers
+
+
 class OrtLanguageModel(OrtNetwork):
     """A network with the target's graph: trees of tokens in, logits out."""
 
@@ -183,8 +192,12 @@ class OrtLanguageModel(OrtNetwork):
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, manifest, threads, widths=widths)
 
-    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        return self.extend_all([Extension(slot, tree, rows)])[0]
+    def extend(self, chains: Sequence[VerifyRequest]) -> list[NDArray[np.float32]]:
+        """See `drafters.LanguageModel`."""
+        passes = self.extend_all([Extension(c.slot, c.tree, np.array([len(c.tree) - 1])) for c in chains])
+        for chain in chains:
+            self.cache.append(chain.slot, len(chain.tree))
+        return [each.logits[0] for each in passes]
 
     def extend_all(self, extensions: Sequence[Extension]) -> list[Pass]:
         """Write trees behind the committed rows of distinct slots, in one pass."""

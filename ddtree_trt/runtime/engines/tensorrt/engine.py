@@ -50,7 +50,6 @@ class TrtEngine:
     threads = 1
     rounds = None
     exact = False
-    batches = True
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
         """Takes ownership of `loaded`, which `close` releases."""

@@ -14,10 +14,9 @@ from ddtree_trt.device.buffers import FLOAT_BYTES, INT_BYTES
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
-from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.passes import LazyRows, SlotLengths, mask_words, pad_trees
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
-from ddtree_trt.runtime.tree import TokenTree, token_chain
+from ddtree_trt.runtime.tree import token_chain
 
 _IDLE = token_chain(np.zeros(1, np.int64))
 
@@ -111,7 +110,12 @@ class TrtLanguageModel:
 
         return LazyRows(rows, self._vocab, fetch)
 
-    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """See `drafters.LanguageModel`. Passes of single tokens are captured; longer chains are a prompt's chunks."""
-        choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, captured=len(tree) == 1)
-        return Pass(choices, self.logits(0, len(choices)), None)
+    def extend(self, chains: Sequence[VerifyRequest]) -> list[NDArray[np.float32]]:
+        """See `drafters.LanguageModel`. Passes of single tokens are captured; longer ones are padded."""
+        passed, tokens = self.pass_requests(chains), max(len(chain.tree) for chain in chains)
+        last = [n * tokens + len(request.tree) - 1 for n, request in enumerate(passed)]
+        self.run(passed, tokens, np.array(last), captured=tokens == 1)
+        logits = {request.slot: row for request, row in zip(passed, np.asarray(self.logits(0, len(last))), strict=True)}
+        for chain in chains:
+            self.cache.append(chain.slot, len(chain.tree))
+        return [logits[chain.slot] for chain in chains]

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,8 @@ from ddtree_trt.errors import MissingDependency, UsageError, told
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
-from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.passes import SlotLengths, mask_words, pad_trees
 
 
 class DeviceCache(SlotLengths):
@@ -44,6 +45,17 @@ class DeviceCache(SlotLengths):
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, Hkv, S, D] of a layer."""
         return self.slab[2 * index], self.slab[2 * index + 1]
+
+    def place(self, requests: Sequence[VerifyRequest]) -> tuple[Place, Tensor, Tensor]:
+        """Where the rows of a pass over trees are, padded to the longest; their token ids and positions int32 [N, T].
+        Raises EngineError where they do not fit."""
+        tokens = max(len(request.tree) for request in requests)
+        for request in requests:
+            self.check_room(request.slot, tokens)
+        padded = pad_trees(requests, self.lengths, tokens, mask_words(tokens))
+        arrays = padded.slot_ids, padded.past_len, padded.tree_mask, padded.token_ids, padded.positions
+        slots, past, mask, ids, positions = (torch.from_numpy(array).to(self.slab.device) for array in arrays)
+        return Place(slots, past, mask), ids, positions
 
     def write(self, keys_values: Tensor, place: Place, rows: Tensor) -> None:
         """Store keys_values [layers, 2, N, C, Hkv, D] at rows int [N, C] of the sequences' slots, in every layer."""

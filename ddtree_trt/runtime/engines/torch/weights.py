@@ -12,7 +12,7 @@ from torch import Tensor
 from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.artifact.files import TORCH_WEIGHTS
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.precisions import PRECISIONS, block_drafter_precision
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
 from ddtree_trt.errors import ArtifactError
@@ -71,7 +71,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
     path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     weights: dict[str, Tensor] = {}
-    drafter_dtype: torch.dtype | None = None  # of a block drafter: float16 only in engines of earlier versions
+    drafter_dtype = DTYPES[block_drafter_precision(manifest.precision)] if manifest.drafting.block_size else dtype
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names, networks = set(file.keys()), (manifest.target_dims, manifest.drafter_dims)
@@ -83,9 +83,8 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
             for weight in expected:
                 cut = cut_of(weight, manifest.target_dims, shard)
                 tensor, shape = _read(file, weight.name, cut)
-                wanted = torch.int32 if weight.integers else dtype
-                if weight.network == "drafter" and manifest.drafting.drafts == "block" and wanted == torch.float16:
-                    wanted = drafter_dtype = drafter_dtype or tensor.dtype  # all of one type
+                wanted = drafter_dtype if weight.network == "drafter" else dtype
+                wanted = torch.int32 if weight.integers else wanted
                 if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
                         f"{path}: {weight.name} should be {wanted} {list(weight.shape)}, found "

@@ -61,7 +61,6 @@ class ParallelEngine:
     which rank failed and how. Ctrl-C waits for the end of a pass, and the engine goes on.
     """
 
-    batches = True
     exact = False
     rounds = None  # rounds on the device have no host that could lead other ranks
 

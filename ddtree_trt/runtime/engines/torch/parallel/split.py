@@ -6,7 +6,7 @@ weights take to be read, is no more than the two sums over ranks that each would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,10 +180,6 @@ def cut_of(weight: StoredWeight, dims: TransformerDims, shard: Shard) -> Cut | N
     return make(dims, shard.rank, shard.size)
 
 
-def _vocabulary(dims: TransformerDims, rank: int, size: int) -> Cut:
-    return Cut(rows=(even_part(dims.vocab_size, rank, size),))
-
-
 def _qkv(dims: TransformerDims, rank: int, size: int) -> Cut:
     heads = (even_part(dims.num_heads, rank, size), *[kv_heads(dims, rank, size)] * 2)
     ranges, base = [], 0
@@ -193,25 +189,15 @@ def _qkv(dims: TransformerDims, rank: int, size: int) -> Cut:
     return Cut(rows=tuple(ranges))
 
 
-def _o(dims: TransformerDims, rank: int, size: int) -> Cut:
-    start, end = even_part(dims.num_heads, rank, size)
-    return Cut(columns=(start * dims.head_dim, end * dims.head_dim))
-
-
 def _gate_up(dims: TransformerDims, rank: int, size: int) -> Cut:
-    return Cut(rows=tuple(_gates(dims, rank, size)))
-
-
-def _gates(dims: TransformerDims, rank: int, size: int) -> Iterator[Range]:
     """A rank's columns of every gate and every up projection, which are stored one behind the other."""
-    inner = dims.intermediate_size
+    inner, count = dims.intermediate_size, dims.experts.count if dims.experts else 1
     start, end = even_part(inner, rank, size)
-    for base in range(0, 2 * inner * (dims.experts.count if dims.experts else 1), inner):
-        yield base + start, base + end
+    return Cut(rows=tuple((base + start, base + end) for base in range(0, 2 * inner * count, inner)))
 
 
-def _down(dims: TransformerDims, rank: int, size: int) -> Cut:
-    return Cut(columns=even_part(dims.intermediate_size, rank, size))
+def _vocabulary(dims: TransformerDims, rank: int, size: int) -> Cut:
+    return Cut(rows=(even_part(dims.vocab_size, rank, size),))
 
 
 _CUTS: dict[str, Callable[[TransformerDims, int, int], Cut]] = {
@@ -219,7 +205,7 @@ _CUTS: dict[str, Callable[[TransformerDims, int, int], Cut]] = {
     "head": _vocabulary,
     "qkv": _qkv,
     "qkv_bias": _qkv,
-    "o": _o,
+    "o": lambda dims, *part: Cut(columns=even_part(dims.num_heads * dims.head_dim, *part)),
     "gate_up": _gate_up,
-    "down": _down,
+    "down": lambda dims, *part: Cut(columns=even_part(dims.intermediate_size, *part)),
 }
