@@ -21,9 +21,9 @@ from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.core import EngineCore, open_core
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.request_maker import Request
 from workbench.options import PROMPTS, Prompts, integers, print_row
 
-_Prompts = Sequence[BenchPrompt]
 BUDGETS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 
 
@@ -32,25 +32,31 @@ def params(case: str, tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, **(chosen[case] if case in chosen else {"tree_budget": int(case)}))
 
 
-def run(core: EngineCore, prompts: _Prompts, slots: int, case: str, tokens: int) -> tuple[float, list[list[int]]]:
-    """(seconds, tokens of each answer) of all prompts, `slots` of them side by side."""
-    core.scheduler.reset_prefix_cache()
-    requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
-    waiting, running = list(requests), list(requests[:0])
+def run(core: EngineCore, requests: Sequence[Request], slots: int) -> list[list[float]]:
+    """Seconds after the start at which each token of each request came, `slots` of them side by side."""
+    waiting, running, arrivals = (
+        list(enumerate(requests)),
+        list(enumerate(requests[:0])),
+        [list[float]() for _ in requests],
+    )
     start = time.perf_counter()
     while waiting or running:
         while waiting and len(running) < slots:
             running.append(waiting.pop(0))
-            core.add(running[-1])
+            core.add(running[-1][1])
         core.scheduler.step()
-        running = [request for request in running if not request.finished]
-    seconds = time.perf_counter() - start
+        now = time.perf_counter() - start
+        for number, request in running:
+            arrivals[number] += [now] * (len(request.sequences[0].output) - len(arrivals[number]))
+        running = [(number, request) for number, request in running if not request.finished]
     for request in requests:
         request.raise_error()
-    return seconds, [request.sequences[0].output for request in requests]
+    return arrivals
 
 
-def compare(core: EngineCore, prompts: _Prompts, slots: int, tokens: int, repeats: int) -> dict[str, float]:
+def compare(
+    core: EngineCore, prompts: Sequence[BenchPrompt], slots: int, tokens: int, repeats: int
+) -> dict[str, float]:
     """Tokens a second of each case over those of `ar`."""
     largest = core.engine.manifest.limits.max_tree_budget
     cases = ["ar", "chain", *(str(n) for n in BUDGETS if n <= largest), "auto"]
@@ -60,7 +66,10 @@ def compare(core: EngineCore, prompts: _Prompts, slots: int, tokens: int, repeat
         turn = repeat % len(cases)
         taken = {}
         for case in (*cases[turn:], *cases[:turn]):
-            taken[case], answers = run(core, prompts, slots, case, tokens)
+            core.scheduler.reset_prefix_cache()
+            requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
+            taken[case] = max(times[-1] for times in run(core, requests, slots))
+            answers = [request.sequences[0].output for request in requests]
             expected = expected or answers
             if answers != expected:
                 print(f"{case} gave other tokens than {cases[0]} (the engine is not exact)")

@@ -48,7 +48,6 @@ class GreedyFinding:
     prompts: int
     differences: tuple[Difference, ...]
     tau: float  # mean over prompts of tokens committed per round
-    acceptance_by_depth: tuple[float, ...]
 
     @property
     def passed(self) -> bool:

@@ -116,18 +116,15 @@ def _check_greedy(
     findings = []
     for done, case in enumerate(cases):
         progress("greedy equality", done, len(cases))
-        differences, taus, lengths = [], [], []
+        differences, taus = [], []
         for name, text in texts.items():
             ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
             output, _ = session.run(ids, case, max_tokens=settings.max_tokens)
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
-            lengths += output.metrics.acceptance_lengths
             if tokens != expected:
                 differences.append(_explain(session, name, ids, expected, tokens))
-        deepest = max(lengths, default=1)
-        depths = tuple(sum(n > d for n in lengths) / len(lengths) for d in range(1, deepest))
-        findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus)), depths))
+        findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus))))
     progress("greedy equality", len(cases), len(cases))
     return tuple(findings)
 

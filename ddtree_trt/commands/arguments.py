@@ -166,7 +166,7 @@ def _take_structured(values: dict[str, Any]) -> StructuredOutput | None:
         raise UsageError(f"{first} and {second} are two constraints on the output; give one")
     for name in given.keys() & {*_FILES}:
         if not _is_text(name, given[name]):
-            given[name] = _read(flag_of(name), given[name])
+            given[name] = read_file(flag_of(name), given[name], "name a file, or give the text", MAX_CHARACTERS + 1)
     return StructuredOutput.from_mapping(given) if given else None
 
 
@@ -181,10 +181,11 @@ def _is_text(name: str, given: str) -> bool:
     return True
 
 
-def _read(option: str, path: str) -> str:
+def read_file(option: str, path: str | Path, advice: str, most: int = -1) -> str:
+    """The text of a file that an option names, or its first `most` characters. Raises UsageError, with the advice."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS + 1)
+            return file.read(most)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{option}: {shown(path)} cannot be read ({why}); name a file, or give the text") from error
+        raise UsageError(f"{option} {shown(str(path))[1:-1]} cannot be read ({why}); {advice}") from error

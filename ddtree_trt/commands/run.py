@@ -14,7 +14,7 @@ from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.arguments import NewestByDefault, with_options
+from ddtree_trt.commands.arguments import NewestByDefault, read_file, with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.options import EngineOptions
@@ -129,10 +129,7 @@ def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int
         print_question(text)
         return text
     if file is not None:
-        try:
-            return _not_empty(file.read_text(encoding="utf-8"), f"--prompt-file {file}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read --prompt-file {file}: {error}") from error
+        return _not_empty(read_file("--prompt-file", file, "name a file of text"), f"--prompt-file {file}")
     if prompt is None and not sys.stdin.isatty():
         return _not_empty(sys.stdin.read(), "stdin")
     return prompt

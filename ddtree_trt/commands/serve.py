@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.commands.arguments import NewestByDefault, with_options
-from ddtree_trt.errors import MissingDependency, UsageError, install_with
+from ddtree_trt.commands.arguments import NewestByDefault, read_file, with_options
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
 
@@ -29,7 +29,7 @@ def serve(
 ) -> None:
     """Serve an engine over HTTP with OpenAI's API."""
     if chat_template is not None:
-        options = replace(options, chat_template=_text(chat_template))
+        options = replace(options, chat_template=read_file("--chat-template", chat_template, "give a Jinja template"))
     directory = newest_engine() if engine_dir is None else engine_dir
     with needing("serve" if replicas is None else "ray"):
         if replicas is None:
@@ -51,11 +51,3 @@ def needing(extra: str) -> Iterator[None]:
         if (error.name or "").startswith("ddtree_trt"):
             raise
         raise MissingDependency(f"this needs the Python package {error.name}; {install_with(extra)}") from error
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UsageError(f"--chat-template {path} cannot be read ({reason}); give a Jinja template") from error

@@ -24,16 +24,6 @@ class Submission:
         self._part: RequestOutput | None = None
         self._error: Exception | None = None
 
-    def take(self) -> RequestOutput | None:
-        """The output that arrived since the last call, or None. Raises the error that ended the request."""
-        if self._error is not None:
-            self.finished = True
-            raise self._error
-        part, self._part = self._part, None
-        if part is not None:
-            self.finished = part.finished
-        return part
-
     async def result(self) -> RequestOutput:
         """The finished output. Raises the error that ended the request."""
         whole: RequestOutput | None = None
@@ -88,5 +78,12 @@ async def iterate_parts(submissions: Sequence[Submission]) -> AsyncIterator[tupl
         await arrived.wait()
         arrived.clear()
         for place, submission in enumerate(submissions):
-            if not submission.finished and (part := submission.take()) is not None:
+            if submission.finished:
+                continue
+            if submission._error is not None:
+                submission.finished = True
+                raise submission._error
+            part, submission._part = submission._part, None
+            if part is not None:
+                submission.finished = part.finished
                 yield place, part

@@ -7,7 +7,6 @@ the server process, about 30 µs per metric, off the path of the tokens.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 
 from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, SECONDS, SECONDS_PER_TOKEN, Unit
 
-_log = logging.getLogger(__name__)
 # Outcomes of requests.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
@@ -37,8 +35,7 @@ _BOUNDS: dict[Unit, Sequence[float]] = {"seconds": SECONDS, "seconds per token":
 
 
 class Metrics:
-    """Counters, gauges and histograms of one model instance. An older server, whose Python backend has no histograms,
-    is left without them.
+    """Counters, gauges and histograms of one model instance.
 
     Args:
         family: `triton_python_backend_utils.MetricFamily`.
@@ -56,10 +53,7 @@ class Metrics:
             self._make(family, name, text, family.COUNTER, {name: dict(labels)})
         for name, gauge in ENGINE_GAUGES.items():
             self._make(family, name, gauge.text, family.GAUGE, {name: dict(labels)})
-        self._histograms = getattr(family, "HISTOGRAM", None) is not None
-        if not self._histograms:
-            _log.warning("this server's Python backend has no histograms; latencies are not published")
-        for name, row in REQUEST_HISTOGRAMS.items() if self._histograms else ():
+        for name, row in REQUEST_HISTOGRAMS.items():
             bounds = list(_BOUNDS[row.unit])
             self._make(family, name, row.text, family.HISTOGRAM, {name: dict(labels)}, buckets=bounds)
         outcomes = {outcome: {**labels, "outcome": outcome} for outcome in OUTCOMES}
@@ -80,9 +74,8 @@ class Metrics:
 
     def observe(self, observations: Iterable[tuple[str, float]]) -> None:
         """Add observations to histograms, by name. Any thread may call it."""
-        if self._histograms:
-            with self._adding:
-                self._observed += observations
+        with self._adding:
+            self._observed += observations
 
     def flush(self, gauges: Mapping[str, float]) -> None:
         """Pass the amounts added since the last flush to the server, and set the gauges."""

@@ -51,18 +51,6 @@ def test_what_computes_attention() -> None:
         parse_manifest(replace(rtx, plugin=plugin).to_json(), "m")
 
 
-def test_the_command_that_rebuilds_plans() -> None:
-    place, plans = Path("e"), {"precision": "bf16"}
-    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4"})
-    assert "--backend tensorrt --precision bf16 --attention native --output" in rebuild_command(place, native)
-    assert "--backend torch --precision bf16 --output" in rebuild_command(
-        place, make_manifest(backend="torch", **plans)
-    )
-    toolchain = {"tensorrt-rtx": "1.7", "gpus": "sm89 sm120"}
-    rtx = make_manifest(backend="tensorrt-rtx", **plans, toolchain=toolchain)
-    assert "--precision bf16 --gpu sm89 --gpu sm120 --output" in rebuild_command(place, rtx)
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

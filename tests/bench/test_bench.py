@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from command_line import Cli
 from engine_builds import PACKAGED, build_torch_engine
@@ -239,15 +236,3 @@ def test_a_wrong_call_is_one_line(
     words = [str(tmp_path / "absent")] if args == ("ABSENT",) else [str(tiny_engine), *words]
     found, out, err = cli("bench", *words)
     assert (found, out, err.count("\n")) == (code, "", 1) and message in err
-
-
-def test_the_commands_load_nothing_heavy() -> None:
-    script = "import sys, ddtree_trt.commands.bench, ddtree_trt.commands.check; print(*sys.modules)"
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert not {"numpy", "onnxruntime", "transformers", "torch", "matplotlib"} & set(out.split())
-
-
-def test_a_label_says_the_case() -> None:
-    labels = [Case("ar").label, Case("ddtree", 16).label, Case("ddtree", 16, True).label, Case("ddtree", "auto").label]
-    assert labels == ["ar", "ddtree@16", "ddtree@16+device", "ddtree@auto"]
-    assert np.isnan(report.quartiles([]).value)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import yaml
 from checkpoints import make_drafter, make_pair, make_target
+from fake_llama_cpp import FakeLlamaCpp, greedy
 from gguf_files import make_gguf
 from scripted_server import events, scripted_server
 
@@ -216,148 +216,79 @@ def test_a_server_that_is_not_there_is_named(tiny_engine: Path) -> None:
         open_peer("openai=http://127.0.0.1:9", context(tiny_engine))
 
 
-# llama.cpp, as llama-cpp-python is called; the library itself where it is installed.
-
-
-class FakeLlama:
-    """llama-cpp-python's `Llama` whose greedy answer is ANSWER; a draft model's tokens are verified as it does."""
-
-    made: ClassVar[list[FakeLlama]] = []
-    dims: ClassVar[Any] = None
-
-    def __init__(self, path: str, **options: Any) -> None:
-        if Path(path).read_bytes() == b"broken":
-            raise ValueError(f"Failed to load model from file: {path}")
-        self.path, self.options, self.resets, self.closed = path, options, 0, False
-        self.seed, self.asked = -1, ([0], {"temp": -1.0})
-        self.n_threads = options["n_threads"]
-        self.metadata = {"general.file_type": "7"}
-        self.model = self
-        FakeLlama.made.append(self)
-
-    def n_vocab(self) -> int:
-        return 3 if self.path.endswith("short.gguf") else self.dims.vocab_size
-
-    def n_embd(self) -> int:
-        return int(self.dims.hidden_size) + self.path.endswith("wide.gguf")
-
-    def reset(self) -> None:
-        self.resets += 1
-
-    def set_seed(self, seed: int) -> None:
-        self.seed = seed
-
-    def generate(self, tokens: Sequence[int], **sampling: float) -> Iterator[int]:
-        self.asked = (list(tokens), sampling)
-        draft: Callable[[Any], Any] | None = self.options["draft_model"]
-        given, done = list(tokens), [t for t in tokens if t in ANSWER]
-        while len(done) < len(ANSWER):
-            drafts = draft(np.array(given)).tolist() if draft and done else []
-            for token in [*drafts, None]:
-                right = ANSWER[len(done)]
-                done, given = [*done, right], [*given, right]
-                yield right
-                if token != right or len(done) == len(ANSWER):
-                    break
-
-    def close(self) -> None:
-        self.closed = True
+# llama.cpp, as its C interface is called; the library itself where it is installed.
 
 
 @pytest.fixture
-def llama_cpp(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Opens a peer on files of these names under a stand-in for the package; "" and "absent.gguf" are not there."""
-    dims = load_manifest(tiny_engine).target_dims
-    module = SimpleNamespace(
-        Llama=FakeLlama, LLAMA_FTYPE_ALL_F32=0, LLAMA_FTYPE_MOSTLY_Q8_0=7, __version__="0.3.36",
-        llama_model_n_layer=lambda model: dims.num_layers,
-        llama_print_system_info=lambda: b"CPU : AVX2 = 1 | AVX512 = 0 | ",
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+def llama_cpp(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
+    """The files that it knows are in `tmp_path`."""
+    fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    monkeypatch.setattr(FakeLlama, "dims", dims)
-    monkeypatch.setattr(FakeLlama, "made", [])
-    for name in ("a.gguf", "b.gguf", "c.gguf", "short.gguf", "wide.gguf", "broken.gguf"):
-        (tmp_path / name).write_bytes(b"broken" if name == "broken.gguf" else b"GGUF")
-
-    def opened(*names: str) -> Any:
-        return open_peer("llama-cpp=" + ",".join(str(tmp_path / n) if n else "" for n in names), context(tiny_engine))
-
-    return opened
+    for name in ("a.gguf", "f32.gguf", "short.gguf", "wide.gguf", "broken.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    return fake
 
 
-def test_it_runs_token_ids_cold_and_greedily(llama_cpp: Callable[..., Any]) -> None:
-    peer = llama_cpp("a.gguf")
+def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp) -> None:
+    peer = open_peer(f"llama-cpp={tmp_path / 'a.gguf'}", context(tiny_engine))
     (method,) = peer.methods
-    outcome = peer.run(method, [3, 4], GREEDY)
-    (model,) = FakeLlama.made
-    assert method == "Q8_0" and model.asked == ([3, 4], {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temp": 0.0})
-    assert (model.resets, model.seed) == (1, 3)
-    expected = {"n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 0}
-    assert {name: model.options[name] for name in expected} == expected
-    assert (outcome.token_ids, outcome.acceptance_lengths) == (tuple(ANSWER), (1,) * 7)
-    assert peer.run(method, [3, 4], replace(GREEDY, stop_token_ids=(7,))).token_ids == (5, 6, 7)
-    assert peer.run(method, [3, 4], replace(GREEDY, temperature=0.7)).output_tokens == 8
-    assert model.asked[1]["temp"] == 0.7
+    answer, vocab = [3, 4], llama_cpp.dims.vocab_size
+    for _ in range(8):
+        answer.append(greedy(answer, vocab))
+    never = replace(GREEDY, stop_token_ids=())
+    outcome = peer.run(method, [3, 4], never)
+    assert method == "Q8_0" and llama_cpp.passes == [2] + [1] * 7
+    assert llama_cpp.shapes[0].n_threads == 2 and outcome.acceptance_lengths == (1,) * 7
+    assert outcome.token_ids == tuple(answer[2:]) == peer.run(method, [3, 4], never).token_ids, "from an empty cache"
+    assert peer.run(method, [3, 4], replace(GREEDY, stop_token_ids=(answer[4],))).token_ids == tuple(answer[2:5])
     assert peer.describe()["features"] == "CPU : AVX2 = 1"
+    sampled = [peer.run(method, [3], replace(never, temperature=9.0, seed=seed)).token_ids for seed in (1, 2, 1)]
+    assert sampled[0] == sampled[2] != sampled[1]
+    almost = replace(never, temperature=0.01)
+    assert peer.run(method, [3, 4], almost).token_ids == outcome.token_ids
     peer.close()
-    assert model.closed
-
-
-def test_rounds_of_a_draft_model(llama_cpp: Callable[..., Any]) -> None:
-    """The second file is always right: after the prompt's token come rounds of its drafts and one more."""
-    peer = llama_cpp("a.gguf", "b.gguf")
-    assert peer.methods == ["Q8_0", "Q8_0-draft"]
-    outcome = peer.run("Q8_0-draft", [3], GREEDY)
-    assert outcome.token_ids == tuple(ANSWER)
-    assert outcome.first_tokens == 1 and outcome.acceptance_lengths == (4 + 1, 2)
-    plain, drafter, whole = FakeLlama.made
-    assert (plain.resets, drafter.resets, whole.resets) == (0, 1, 1)
-    assert peer.run("Q8_0", [3], GREEDY).token_ids == outcome.token_ids
-    assert peer.describe()["draft tokens"] == str(4)
-    peer.close()
-    assert all(model.closed for model in FakeLlama.made)
+    assert llama_cpp.opened == []
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("name", "message"),
     [
-        ("short.gguf", "has a vocabulary of 3 tokens, the engine"),
+        ("short.gguf", r"vocabulary \(.*, 3\), the engine's target \(.*give the GGUF file of the same model"),
         ("wide.gguf", "give the GGUF file of the same model"),
-        ("a.gguf short.gguf", r"short\.gguf has a vocabulary"),
-        ("a.gguf b.gguf c.gguf", r"takes MODEL\.gguf or MODEL\.gguf,DRAFT\.gguf"),
-        ("a.gguf ", "is no file"),
         ("absent.gguf", r"absent\.gguf' is no file"),
-        ("broken.gguf", r"cannot load .*broken\.gguf: Failed to load"),
+        ("broken.gguf", r"cannot load .*broken\.gguf"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(llama_cpp: Callable[..., Any], names: str, message: str) -> None:
+def test_files_that_do_not_fit_are_refused(
+    tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp, name: str, message: str
+) -> None:
     with pytest.raises(DDTreeError, match=message) as refused:
-        llama_cpp(*names.split(" "))
-    assert isinstance(refused.value, UsageError) != (names == "broken.gguf")
-    assert all(model.closed for model in FakeLlama.made)
+        open_peer(f"llama-cpp={tmp_path / name}", context(tiny_engine))
+    assert isinstance(refused.value, UsageError) != (name == "broken.gguf")
+    assert llama_cpp.opened == []
 
 
-def test_two_peers_of_one_name_are_refused(tiny_engine: Path, tmp_path: Path, llama_cpp: Callable[..., Any]) -> None:
-    peers = [f"llama-cpp={tmp_path / name}" for name in ("a.gguf", "b.gguf")]
+def test_two_peers_of_one_name_are_refused(tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp) -> None:
+    peers = [f"llama-cpp={tmp_path / name}" for name in ("f32.gguf", "a.gguf", "a.gguf")]
     with pytest.raises(UsageError, match="two peers are called llama-cpp:Q8_0"):
         compare(BenchSettings(engine=str(tiny_engine), methods=("ar",), limit=1, max_tokens=4), peers, NOTHING, None)
+    assert llama_cpp.opened == []
 
 
 @has_llama_cpp
 def test_the_library_gives_the_engines_tokens(tmp_path: Path) -> None:
-    """A random Llama target from one file, in both; its draft model is another random one, which changes nothing."""
+    """A random Llama target from one file, in both; and sequences that share its passes are as they are alone."""
     sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
     target = make_target(tmp_path / "target", family=LLAMA, **sizes)
     drafter = make_drafter(tmp_path / "drafter", family=LLAMA, **sizes)
-    small = make_gguf(make_target(tmp_path / "small", family=LLAMA, seed=1, num_layers=1, **sizes), tmp_path / "s.gguf")
     file = make_gguf(target, tmp_path / "target.gguf", metadata={"general.file_type": 0})
     compile_engine(BuildRequest(target="mine", checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in ([3, 7, 30], [11, 5, 90, 2], [40])))
     settings = BenchSettings(str(tmp_path / "engine"), methods=("ar",), prompts=(str(prompts),), max_tokens=16)
-    compare(settings, [f"llama-cpp={file},{small}"], NOTHING, tmp_path / "r.json")
+    compare(settings, [f"llama-cpp={file}"], NOTHING, tmp_path / "r.json")
     samples = json.loads((tmp_path / "r.json").read_text())["samples"]
     outputs = {(s["case"], s["prompt"]): s["outcome"]["token_ids"] for s in samples}
-    assert {case for case, _ in outputs} == {"ar", "dflash", "llama-cpp:F32", "llama-cpp:F32-draft"}
+    assert {case for case, _ in outputs} == {"ar", "dflash", "llama-cpp:F32"}
     assert all(tokens == outputs["ar", prompt] for (_, prompt), tokens in outputs.items())

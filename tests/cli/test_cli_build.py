@@ -106,12 +106,6 @@ def test_an_engine_of_torch_is_not_begun_without_torch(
     assert cli(*build, "--no-profile")[0] == 0
 
 
-def test_inspect_of_nothing(cli: Cli, tmp_path: Path) -> None:
-    code, out, err = cli("inspect", tmp_path / "nowhere")
-    assert (code, out) == (1, "")
-    assert err.startswith("error: no engine at ") and "ddtree-trt build --target tiny" in err
-
-
 def test_help_version_and_no_command(cli: Cli) -> None:
     assert cli("--version") == (0, f"ddtree-trt {__version__}\n", "")
     code, out, _ = cli("--help")
@@ -120,12 +114,6 @@ def test_help_version_and_no_command(cli: Cli) -> None:
     assert code == 2 and "Usage" in out
     code, _, err = cli("bild")
     assert code == 2 and err.startswith("error: No such command 'bild'")
-
-
-@pytest.mark.parametrize("module", ["ddtree_trt", "ddtree_trt.cli"])
-def test_the_ways_to_start_are_the_same(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"ddtree-trt {__version__}\n")
 
 
 def test_debug_shows_the_traceback(cli: Cli, tmp_path: Path) -> None:

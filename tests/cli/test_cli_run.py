@@ -129,15 +129,11 @@ def test_the_newest_engine_is_the_default(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "x", "--max-tokens", "0"], "max_tokens must be an integer from 1 to 2147483647, not 0"),
         (["--prompt", "x", "--max-tokens", "100000"], "max_tokens 100000 does not fit: the prompt leaves"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature must be a number from 0 to 100, not -1.0"),
         (["--prompt", "x", "--method", "magic"], "method must be auto or one of"),
-        (["--prompt", "x", "--tree-budget", "many"], "--tree-budget must be a number or auto, not 'many'"),
-        (["--prompt", "x", "--tree-budget", "100000"], "tree_budget 100000 is above this engine's"),
         (["--prompt", "x", "--method", "draft-model"], "needs a drafter of kind autoregressive"),
         (["--prompt", "x", "--prompt-file", "y"], "give --prompt or --prompt-file, not both"),
-        (["--prompt-file", "/nowhere/at/all"], "cannot read --prompt-file"),
+        (["--prompt-file", "/nowhere/at/all"], "/nowhere/at/all cannot be read (No such file or directory)"),
         (["--prompt", "", "--raw"], "the prompt has no tokens"),
         (["--prompt", "word " * 3000], "tokens, this engine takes at most"),
         (["--prompt", "x", "--compare", "--show-tree"], "give it without --compare"),

@@ -55,17 +55,3 @@ def test_packages_are_imported_where_there_is_a_gpu(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = survey_machine(import_modules=True)
     assert (hidden.gpus, hidden.faults) == ((), {})
-
-
-@pytest.mark.parametrize(
-    ("driver", "cuda", "runs"),
-    [
-        ("13.0", "13.0", True),
-        ("13.0", "13.2", True),
-        ("12.9", "13.0", False),
-        ("13.1", "12.8", True),
-        (None, "12.0", False),
-    ],
-)
-def test_what_a_driver_runs(driver: str | None, cuda: str, runs: bool) -> None:
-    assert survey.Survey(driver_cuda=driver).driver_runs(cuda) is runs

@@ -42,7 +42,7 @@ def engine(request: pytest.FixtureRequest, built: Path, machine: Machine) -> Ite
 
 def test_the_directory_is_whole(built: Path, manifest: Manifest, machine: Machine) -> None:
     verify_files(built, manifest)
-    assert manifest.toolchain["sm"] == str(machine.sm) and manifest.toolchain["tensorrt"] == machine.tensorrt
+    assert manifest.toolchain["sm"] == str(machine.gpu.sm) and manifest.toolchain["tensorrt"] == machine.trt.__version__
 
 
 def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[str, Any], manifest: Manifest) -> None:
@@ -66,7 +66,7 @@ def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[s
 
 
 def test_a_second_build_starts_from_the_timing_cache(built: Path, manifest: Manifest, machine: Machine) -> None:
-    timings = built.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
+    timings = built.parent / f"tensorrt-{machine.trt.__version__}-sm{machine.gpu.sm}.timing"
     assert timings.stat().st_size > 0
     compile_engine(BuildRequest(target="tiny", backend="tensorrt", output=built.parent / "again"))
     verify_files(built.parent / "again", load_manifest(built.parent / "again"))

@@ -101,8 +101,8 @@ def test_plans_load_again_and_two_waits_make_a_round(built: Path) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_quantised_targets(algorithm: str, machine: Machine, tmp_path: Path) -> None:
     """Lossless against themselves, with drafts that are accepted, and smaller than the bf16 plan."""
-    if algorithm == "FP8" and machine.sm < LOWEST_FP8_SM:
-        pytest.skip(f"skipped: compute capability {machine.sm / 10} has no FP8")
+    if algorithm == "FP8" and machine.gpu.sm < LOWEST_FP8_SM:
+        pytest.skip(f"skipped: compute capability {machine.gpu.sm / 10} has no FP8")
     shutil.copytree(PACKAGED, tmp_path / "pair")  # the tokenizer lies beside
     target = quantize(tmp_path / "pair" / "target", algorithm, group_size=64)
     for name, checkpoint in (("plain", PACKAGED / "target"), ("quantised", target)):

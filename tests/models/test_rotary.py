@@ -13,10 +13,8 @@ from checkpoints import TARGET_DIMS, make_target, refusal
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ddtree_trt.build.checkpoint.config import read_config
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.families import LLAMA, QWEN3
-from ddtree_trt.models.rope_scaling import SCALINGS
-from ddtree_trt.models.rotary import inverse_frequencies, rotary_tables
+from ddtree_trt.models.families import LLAMA
+from ddtree_trt.models.rotary import inverse_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA31 = {**LLAMA3, "original_max_position_embeddings": 8192}
@@ -70,19 +68,6 @@ def test_scaled_frequencies_are_those_of_transformers(
     assert dims.rope_theta == size[1]
 
 
-@pytest.mark.parametrize("rope", [LLAMA31, YARN], ids=["llama3", "yarn"])
-def test_tables_are_the_angles_times_the_attention_factor(tmp_path: Path, rope: dict[str, Any]) -> None:
-    dims: TransformerDims = read(tmp_path, rope, 64, 1e5, 40960, "rope_scaling")
-    assert dims.rope_scaling is not None
-    cos, sin = rotary_tables(64, 1e5, 50, dims.rope_scaling)
-    angles = np.arange(50)[:, None] * inverse_frequencies(64, 1e5, dims.rope_scaling)
-    magnitude = dims.rope_scaling.attention_factor
-    assert (magnitude == 1) == (rope is LLAMA31)
-    np.testing.assert_allclose(cos, magnitude * np.cos(angles), atol=1e-7)
-    np.testing.assert_allclose(sin, magnitude * np.sin(angles), atol=1e-7)
-    assert cos.dtype == sin.dtype == np.float32 and cos.shape == (50, 32)
-
-
 @pytest.mark.parametrize(
     ("rope", "positions"),
     [
@@ -96,15 +81,6 @@ def test_tables_are_the_angles_times_the_attention_factor(tmp_path: Path, rope: 
 )
 def test_the_positions_a_scaling_is_made_for(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
     assert read(tmp_path, rope, 64, 1e6, 40960, "rope_scaling").max_positions == positions
-
-
-@pytest.mark.parametrize("name", ["default", *SCALINGS])
-def test_a_config_written_from_dimensions_reads_back(tmp_path: Path, name: str) -> None:
-    ropes = {rope["rope_type"]: rope for rope in GRID}
-    scaling = read(tmp_path, ropes[name], 16, 1e4, 256, "rope_scaling").rope_scaling if name in ropes else None
-    dims = TransformerDims(**{**vars(TARGET_DIMS), "rope_scaling": scaling})
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3.config_entries(dims)))
-    assert read_config(tmp_path).dims == dims
 
 
 @pytest.mark.parametrize(

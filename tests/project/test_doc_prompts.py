@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.triton.export import export_triton
 
@@ -91,16 +89,3 @@ def test_prompts_of_documents(llm: LLM, tiny_engine: Path, tmp_path: Path) -> No
     }
     for each in {str(prompt): prompt for found in prompts.values() for prompt in found}.values():
         assert_answered(llm, each)
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        in_python('outputs = llm.generate(["def fib(n):"], SamplingParams(max_tokens=64))\n'),
-        in_shell("""curl http://x -d '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'\n"""),
-    ],
-)
-def test_a_bad_prompt_is_found(llm: LLM, found: Iterator[Any]) -> None:
-    (bad,) = found
-    with pytest.raises(AssertionError, match="has no end"):
-        assert_answered(llm, bad)

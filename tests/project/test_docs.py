@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import typer.main
-import yaml
 
 from ddtree_trt.cli import app
 from ddtree_trt.runtime.params import SamplingParams
@@ -80,24 +79,6 @@ def test_parameters_and_drafters_have_their_words() -> None:
     page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
     for fixture in (ROOT / "tests" / "fixtures" / "drafters").glob("*.json"):
         assert json.loads(fixture.read_text())["checkpoint"] in page
-
-
-def test_the_repository_has_one_address() -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (address,) = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["repository-code"] == address
-    files = [*PAGES, ROOT / "pyproject.toml", ROOT / "cpp_plugins" / "wheel" / "pyproject.toml"]
-    own = re.compile(r"https://github\.com/[\w-]+/ddtree-trt\b")
-    named = {path: set(own.findall(path.read_text(encoding="utf-8"))) for path in files}
-    assert set().union(*named.values()) == {address}
-    for path in ("README.md", "docs/index.md", "cpp_plugins/wheel/pyproject.toml"):
-        assert named[ROOT / path] == {address}, path
-
-
-def test_the_repository_and_an_installation_are_above_the_first_picture() -> None:
-    above = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("![")[0]
-    assert re.search(r"\[the repository\]\(https://", above)
-    assert re.search(r"^\$ git clone .* make demo$", above, re.MULTILINE)
 
 
 def test_defaults_beside_vllm_s_are_ours() -> None:

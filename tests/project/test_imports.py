@@ -21,6 +21,7 @@ HEAVY = {
     *("gguf", "llguidance", "onnx", "onnxruntime", "prompt_toolkit", "ray", "torch", "transformers"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
+OF_SERVERS = {"fastapi", "matplotlib", "prometheus_client", "uvicorn"}
 
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {
@@ -197,7 +198,7 @@ def loaded_by(code: str) -> set[str]:
     script = f"import sys\ntry:\n    {code}\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
     script += "print('\\n' + ' '.join(m for m in sys.modules if '.' not in m))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return HEAVY & set(run.stdout.splitlines()[-1].split())
+    return (HEAVY | OF_SERVERS) & set(run.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,7 @@ def loaded_by(code: str) -> set[str]:
         "import ddtree_trt.build.compile, ddtree_trt.build.checkpoint.reader",
         "from ddtree_trt.cli import app; app(['--help'])",
         "from ddtree_trt.cli import app; app(['build', '--help'])",
+        "from ddtree_trt.cli import app; app(['serve', '--help'])",
         "from ddtree_trt.cli import app; app(['--version'])",
         "from ddtree_trt.cli import app; app(['doctor'])",
     ],

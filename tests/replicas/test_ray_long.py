@@ -113,21 +113,3 @@ def test_an_offline_run_whose_engine_is_killed(
         )
     assert killed and (result.rows, result.refused, result.resumed) == (ROWS, 1, 0)
     assert texts(output) == by_generate(tiny_engine, source)
-
-
-def test_a_killed_run_over_ray_is_gone_on_with(tiny_engine: Path, tmp_path: Path) -> None:
-    source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
-    part = tmp_path / "out.jsonl.part"
-    command = [sys.executable, "-m", "ddtree_trt.cli", "run-batch", str(tiny_engine), "-i", str(source)]
-    command += ["-o", str(output), "--replicas", "2", "--cpus-per-replica", "0.5"]
-    with private_cluster():
-        process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": "local"})
-        wait_for(lambda: (part.exists() and part.read_bytes().count(b"\n") > 1) or process.poll() is not None)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not output.exists()
-        done = subprocess.run(
-            command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, check=True
-        )
-    assert f"{ROWS} answers (" in done.stdout and "by an earlier run)" in done.stdout
-    assert texts(output) == by_generate(tiny_engine, source)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ import ray
 from command_line import Cli
 from ray import serve
 
-from ddtree_trt.errors import UsageError, install_with
+from ddtree_trt.errors import UsageError
 from ddtree_trt.replicas import cluster, deployment, process
 from ddtree_trt.replicas.cluster import connected
 from ddtree_trt.replicas.options import ReplicaOptions
@@ -149,13 +147,6 @@ def test_a_signal_right_after_the_ready_line_ends_it(
     assert ended == ["start", "drain", "shutdown"] and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_ranges() -> None:
-    assert ReplicaOptions(3).most == 3 and ReplicaOptions(1, max_replicas=4).most == 4
-    for wrong in ({"replicas": 0}, {"replicas": 2, "max_replicas": 1}, {"cpus_per_replica": -1}):
-        with pytest.raises(UsageError):
-            ReplicaOptions(**wrong)
-
-
 def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, cli: Cli) -> None:
     assert cli("serve", tiny_engine, "--max-replicas", "2") == (2, "", "error: --max-replicas needs --replicas\n")
     assert cli("run-batch", tiny_engine, "-i", "a", "-o", "b", "--gpus-per-replica", "1")[2] == (
@@ -165,16 +156,6 @@ def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, cli: Cli) -> N
     assert code == 2 and error.startswith("error: --stall-timeout cannot be had with --replicas")
     code, _, error = cli("serve", tiny_engine.parent / "none", "--replicas", "2")
     assert code == 1 and error.startswith("error: no engine at ")
-
-
-def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
-    script = (
-        "import sys; sys.modules['ray'] = None\nfrom ddtree_trt.cli import app\n"
-        f"app(['serve', {str(tiny_engine)!r}, '--replicas', '2'])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    expected = f"error: this needs the Python package ray; {install_with('ray')}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 
 
 def test_what_a_replica_gets(monkeypatch: pytest.MonkeyPatch) -> None:

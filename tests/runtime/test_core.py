@@ -43,12 +43,6 @@ def make_core(engine: ScriptedEngine) -> EngineCore:
 # Putting together
 
 
-def test_a_core_is_made_without_touching_the_engine() -> None:
-    engine = make_engine()
-    make_core(engine)
-    assert engine.calls == []
-
-
 def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine, measured = make_engine(), []
 

@@ -11,9 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy.special import log_softmax
 from tqdm import tqdm
 
 import ddtree_trt
@@ -93,33 +91,6 @@ def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Pat
             reused += output.usage.cached_tokens > 0
             known[rng.randrange(len(known))] = (prompt + output.outputs[0].token_ids)[:300]
     assert reused > count / 2
-
-
-@pytest.mark.parametrize("method", ["ar", "ddtree"])
-def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str) -> None:
-    limits = llm.engine.manifest.limits
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(5, llm.engine.manifest.target_dims.vocab_size, limits.prefill_chunk + 20).tolist()
-    params = SamplingParams(
-        method=method, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=1, temperature=0.5
-    )
-    (output,) = llm.generate(prompt, params)
-    whole = [*prompt, *output.outputs[0].token_ids]
-    rows = []
-    llm.engine.truncate(0, 0)
-    for start in range(0, len(whole), limits.prefill_chunk):
-        piece = np.array(whole[start : start + limits.prefill_chunk])
-        rows.append(np.array(llm.engine.prefill(0, piece, rows="all", taps=False).logits, np.float64))
-    llm.engine.truncate(0, 0)
-    truth = log_softmax(np.concatenate(rows), axis=1)
-    assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
-    entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
-    assert entries[0] is None
-    for row, token, entry in zip(truth[:-1], whole[1:], entries[1:], strict=True):
-        assert entry is not None and entry.token_id == token
-        assert entry.logprob == pytest.approx(row[token], abs=1e-3)
-        assert [p for _, p in entry.top] == pytest.approx(np.sort(row)[::-1][: len(entry.top)].tolist(), abs=1e-3)
-    assert len(output.outputs[0].logprobs) == 12
 
 
 def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[Any], monkeypatch: Any) -> None:

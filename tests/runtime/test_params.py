@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ddtree_trt.cli import app
 from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS
@@ -200,25 +199,6 @@ def test_tensors_are_those_of_the_table() -> None:
     }
     assert [row.name for row in rows if row.bare] == ["num_return_sequences"]
     assert not [row for row in VLLM.inputs.values() if row.field], "its parameters come in sampling_parameters"
-
-
-def test_an_entry_of_the_configuration() -> None:
-    config = TRTLLM.config()["inputs"]
-    assert '  {\n    name: "seed"\n    data_type: TYPE_UINT64\n    dims: [ 1 ]\n    optional: true\n  },\n' in config
-    assert config.startswith('  {\n    name: "text_input"\n    data_type: TYPE_STRING\n    dims: [ 1 ]\n  },\n')
-    reshaped = '"num_return_sequences"\n    data_type: TYPE_INT32\n    dims: [ 1 ]\n    reshape: { shape: [ ] }\n'
-    assert reshaped in config
-
-
-def test_run_has_the_options_of_the_table() -> None:
-    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
-    options = {option: p for p in command.params for option in p.opts}
-    offered = [row for row in PARAMETERS.values() if row.metavar is not None]
-    assert {row.option for row in offered} <= set(options)
-    assert not [row for row in PARAMETERS.values() if row.metavar is None and row.option in options]
-    for row in offered:
-        assert row.metavar in ("", options[row.option].metavar)
-        assert options[row.option].help
 
 
 def test_options_are_handed_over_under_the_names_of_the_fields() -> None:

@@ -95,16 +95,6 @@ def test_an_engine_without_examples_has_none_on_the_page(tiny_engine: Path, monk
     assert (told["examples"], told["knows"]) == ([], None)
 
 
-def test_a_run_can_read_the_whole_prompt_though_it_is_in_the_cache(server: ThreadServer) -> None:
-    cached = "vllm:prefix_cache_hits_total"
-    events(server, max_tokens=4)
-    before = server.figures()[cached]
-    events(server, max_tokens=4, skip_reading_prefix_cache=True)
-    assert server.figures()[cached] == before
-    events(server, max_tokens=4)
-    assert server.figures()[cached] > before
-
-
 @pytest.mark.parametrize(("load", "says"), [(0.0, None), (999.0, "The machine was busy: load 999.00 on ")])
 def test_answers_say_that_the_machine_was_busy(
     server: ThreadServer, monkeypatch: pytest.MonkeyPatch, load: float, says: str | None

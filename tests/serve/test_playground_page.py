@@ -64,16 +64,6 @@ def test_a_message_is_answered_beside_ar_and_its_rounds_are_drawn(page: Page, ti
     assert page.errors == []
 
 
-@pytest.mark.parametrize(("load", "warned"), [(0.0, False), (999.0, True)])
-def test_a_comparison_on_a_busy_machine_says_so(
-    page: Page, monkeypatch: pytest.MonkeyPatch, load: float, warned: bool
-) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    page.send(QUESTION)
-    verdict = page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
-    assert ("The machine was busy: load 999" in verdict) is warned
-
-
 def test_both_runs_of_a_comparison_read_the_whole_prompt(page: Page, server: ThreadServer) -> None:
     before = server.figures()
     page.send(QUESTION)

@@ -48,22 +48,6 @@ def expected(llm: LLM, **sampling: Any) -> dict[str, Any]:
     }
 
 
-def test_acceptance_figures_are_consistent(server: ThreadServer) -> None:
-    answer = server.chat(QUESTION, max_tokens=40, tree_budget=8).json()
-    figures, usage = answer["metrics"], answer["usage"]
-    histogram = {int(k): v for k, v in figures["acceptance_histogram"].items()}
-    assert sum(histogram.values()) == figures["rounds"] > 0
-    committed = sum(k * v for k, v in histogram.items())
-    assert committed == figures["rounds"] + figures["accepted_tokens"] == usage["completion_tokens"] - 1
-    assert figures["drafted_tokens"] == 8 * figures["rounds"] and figures["mean_budget"] == 8
-    assert figures["mean_acceptance_length"] == pytest.approx(committed / figures["rounds"])
-    assert figures["acceptance_rate"] == pytest.approx(figures["accepted_tokens"] / figures["drafted_tokens"])
-    assert figures["time_to_first_token_s"] > 0 and figures["time_per_output_token_s"] > 0
-    alone = server.chat(QUESTION, max_tokens=40, method="ar").json()
-    assert alone["metrics"]["mean_acceptance_length"] == 1 and alone["metrics"]["drafted_tokens"] == 0
-    assert alone["choices"] == answer["choices"]
-
-
 @pytest.mark.parametrize(
     "sampling", [{"tree_budget": 8}, {"tree_budget": 40}, {"method": "dflash"}, {"method": "ar"}], ids=str
 )
@@ -105,25 +89,6 @@ def test_answers_are_what_aiperf_reported(server: ThreadServer, recorded: dict[s
         "spec_decode_acceptance_length": pytest.approx(stats["mean_acceptance_length"]),
         "spec_decode_draft_acceptance_rate": pytest.approx(100 * stats["draft_acceptance_rate"]),
     }
-
-
-@pytest.mark.parametrize(
-    ("path", "prompt"),
-    [
-        ("completions", {"prompt": "def fib(n):", "max_tokens": 12, "repetition_penalty": 1.0, "logprobs": None}),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_completion_tokens": 12},
-        ),
-    ],
-)
-def test_vllms_benchmark_client_finds_what_it_reads(server: ThreadServer, path: str, prompt: dict[str, Any]) -> None:
-    """Bodies and reading as in vLLM's vllm/benchmarks/lib/endpoint_request_func.py, with --ignore-eos."""
-    options = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    answer = server.http.post(f"/v1/{path}", json={**prompt, **options}, headers={"x-request-id": "bench-1"})
-    chunks = events_of(answer.text)
-    usage = [c["usage"] for c in chunks if not c.get("choices") and c.get("usage")]
-    assert any(c.get("choices") for c in chunks) and [u["completion_tokens"] for u in usage] == [12]
 
 
 def test_it_is_for_single_sequences_only(server: ThreadServer) -> None:

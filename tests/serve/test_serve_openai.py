@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import ThreadServer, events_of
+from serving import ThreadServer
 
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
@@ -52,12 +50,6 @@ def test_chat_text_equals_generate(client: openai.OpenAI, llm: LLM, method: str)
         assert answer._request_id == answer.id
 
 
-def test_an_answer_needs_no_max_tokens(client: openai.OpenAI, llm: LLM) -> None:
-    (choice,) = ask(client).choices
-    expected = reference(llm, messages(QUESTIONS[0])).outputs[0].text
-    assert (choice.finish_reason, choice.message.content) == ("stop", expected)
-
-
 def test_chat_stream_joins_to_the_whole(server: ThreadServer, client: openai.OpenAI, llm: LLM) -> None:
     expected = reference(llm, messages(QUESTIONS[1]), max_tokens=60)
     chunks: list[Any] = []
@@ -75,21 +67,6 @@ def test_chat_stream_joins_to_the_whole(server: ThreadServer, client: openai.Ope
     figures = parts[-1].model_extra["metrics"]
     assert figures["rounds"] > 0 and figures["accepted_tokens"] <= figures["drafted_tokens"]
     assert len(parts) > 3, "several parts, not one late answer"
-
-
-async def test_the_async_client_streams_many_at_once(server: ThreadServer, llm: LLM) -> None:
-    outputs = llm.generate([messages(q) for q in QUESTIONS], SamplingParams(max_tokens=32))
-
-    async def one(client: openai.AsyncOpenAI, question: str, stream: bool) -> str:
-        arguments: Any = {"model": "tiny", "messages": messages(question), "max_tokens": 32}
-        if not stream:
-            return (await client.chat.completions.create(**arguments)).choices[0].message.content or ""
-        parts = await client.chat.completions.create(**arguments, stream=True)
-        return "".join([part.choices[0].delta.content or "" async for part in parts])
-
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        texts = await asyncio.gather(*(one(client, q, stream) for stream in (False, True) for q in QUESTIONS))
-    assert list(texts) == [output.outputs[0].text for output in outputs] * 2
 
 
 def test_every_parameter_reaches_the_engine(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,13 +95,6 @@ def test_every_parameter_reaches_the_engine(server: ThreadServer, monkeypatch: p
     untouched = {f.name for f in dataclasses.fields(wanted) if getattr(seen[1], f.name) == f.default}
     # The server itself sets the tokens that mark parts of a chat; a constraint has doors of its own.
     assert untouched <= {"keep_special_tokens", "structured"}, "a parameter the server cannot be told"
-
-
-def test_sampled_text_equals_generate(client: openai.OpenAI, llm: LLM) -> None:
-    params: dict[str, Any] = {"temperature": 2.0, "top_p": 0.99, "seed": 11, "n": 2, "max_tokens": 24}
-    expected = reference(llm, messages(QUESTIONS[2]), **params)
-    texts = [c.message.content for c in ask(client, QUESTIONS[2], **params).choices]
-    assert texts == [o.text for o in expected.outputs] and len(set(texts)) == 2
 
 
 def test_stops_and_ends(client: openai.OpenAI, llm: LLM) -> None:
@@ -230,11 +200,6 @@ def test_an_answer_can_be_sent_back_and_parts_are_one_text(client: openai.OpenAI
     assert second.choices[0].message.content == reference(llm, history, max_tokens=30).outputs[0].text
 
 
-def test_models(client: openai.OpenAI) -> None:
-    (card,) = client.models.list().data
-    assert card.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
-
-
 def test_bookkeeping_fields_are_accepted_and_change_nothing(client: openai.OpenAI) -> None:
     bookkeeping: dict[str, Any] = {
         "user": "someone", "metadata": {"a": "b"}, "store": False, "safety_identifier": "x", "prompt_cache_key": "y",
@@ -243,24 +208,3 @@ def test_bookkeeping_fields_are_accepted_and_change_nothing(client: openai.OpenA
     }  # fmt: skip
     texts = {ask(client, max_tokens=20, **extra).choices[0].message.content for extra in (bookkeeping, {})}
     assert len(texts) == 1
-
-
-def curl(server: ThreadServer, path: str, body: Any) -> str:
-    command = ["curl", "--silent", "--show-error", "--no-buffer", "--max-time", "300", f"{server.url}{path}"]
-    command += ["--header", "Content-Type: application/json", "--data", json.dumps(body)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def test_curl_plain_and_streaming(server: ThreadServer, llm: LLM) -> None:
-    expected = reference(llm, messages(QUESTIONS[0]), max_tokens=40).outputs[0]
-    body = {"model": "tiny", "messages": messages(QUESTIONS[0]), "max_tokens": 40}
-    answer = json.loads(curl(server, "/v1/chat/completions", body))
-    assert answer["choices"][0]["message"]["content"] == expected.text
-    stream = curl(server, "/v1/chat/completions", {**body, "stream": True})
-    *lines, last = [line for line in stream.splitlines() if line]
-    assert all(line.startswith("data: ") for line in lines) and last == "data: [DONE]"
-    parts = events_of(stream)
-    assert "".join(p["choices"][0]["delta"].get("content", "") for p in parts) == expected.text
-    assert all("usage" not in p for p in parts), "usage is sent to who asked for it"
-    lines = curl(server, "/v1/completions", {"prompt": "def fib(n):", "stream": True}).splitlines()
-    assert lines[-2] == "data: [DONE]"

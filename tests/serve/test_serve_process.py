@@ -178,15 +178,6 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-def test_help_loads_no_server() -> None:
-    done = python(
-        "import sys\nfrom ddtree_trt.cli import app\n"
-        "try: app(['serve', '--help'])\nexcept SystemExit: pass\n"
-        "print({'fastapi', 'uvicorn', 'prometheus_client', 'transformers', 'onnxruntime'} & set(sys.modules))"
-    )
-    assert done.stdout.splitlines()[-1] == "set()"
-
-
 def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
     done = python(
         "import sys; sys.modules['uvicorn'] = None\nfrom ddtree_trt.cli import app\n"

@@ -80,11 +80,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
     chat({"chat_template_kwargs": {"no": 1}}, "chat_template_kwargs", "no such variable"),
     # Tools
-    chat({"tools": []}, "tools", "must be a list of at least one tool, not []"),
     chat({"tools": [TOOL]}, "tools", "this engine's chat template has no place for them; leave them out"),
     chat({"tools": [TOOL, TOOL]}, "tools[1].function.name", "'f' is there twice; rename one of the two"),
-    chat({"tools": [{"type": "custom"}]}, "tools[0]", "{'type': 'function', 'function': {...}}; found 'custom'"),
-    chat({"tool_choice": "auto"}, "tool_choice", "needs tools; give them, or leave tool_choice out"),
     chat({"parallel_tool_calls": True}, "parallel_tool_calls", "needs tools"),
     # Sampling parameters: what the server adds to the rules of SamplingParams
     chat({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
@@ -93,15 +90,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "above max_tokens (5)"),
     chat({"method": "\ud800"}, "method", "not '\\ud800'"),
     chat({"method": "draft-model"}, "method", "drafter"),
-    chat({"method": "ar", "tree_budget": 4}, "method", "drafts nothing"),
     chat({"tree_budget": 10**6}, "tree_budget", "above this engine's"),
-    chat({"logit_bias": {"999999": 1}}, "logit_bias", "outside the vocabulary"),
     chat({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries, not 301"),
     chat({"stop": ["a", 5]}, "stop.1", "must be a text"),
     chat({"stop": ["x"] * 17}, "stop", "at most 16"),
     chat({"stop": "x" * 257}, "stop", "at most 256"),
     chat({"stop_token_ids": [5] * 65}, "stop_token_ids", "at most 64"),
-    chat({"stop_token_ids": [999_999]}, "stop_token_ids", "outside the vocabulary"),
     chat({"logprobs": 3}, "logprobs", "must be true or false"),
     chat({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
     prompt({"logprobs": True}, "logprobs", "must be an integer"),
@@ -111,15 +105,9 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat(
         {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "JSON object or"
     ),
-    chat({"guided_json": "{"}, "guided_json", "is not JSON"),
-    chat({"guided_json": {"type": "nope"}}, "guided_json", "Invalid type: nope"),
-    chat({"guided_json": {"not": {}}}, "guided_json", 'Unimplemented keys: ["not"]'),
-    chat({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "Pointer '/nowhere' does not exist"),
     chat({"guided_json": False}, "guided_json", "schema is false"),
     chat({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
-    chat({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
     chat({"guided_regex": "a", "guided_json": {}}, "guided_regex", "is a second constraint"),
-    chat({"guided_regex": 5}, "guided_regex", "must be a text"),
     chat({"guided_grammar": "start: ("}, "guided_grammar", "Expected token ')'"),
     chat({"guided_choice": []}, "guided_choice", "exactly one of"),
     chat({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json_schema and regex"),
@@ -172,11 +160,6 @@ def test_wrong_parameters_are_refused_by_name(
     error = error_of(response)
     assert error["param"] == param and text in error["message"], error
     assert error["type"] == "invalid_request_error" and error["code"]
-
-
-def test_one_request_may_not_fill_more_than_the_queue(guarded: ThreadServer) -> None:
-    response = guarded.http.post(COMPLETIONS, json={"prompt": ["x"] * 5, "n": 3})
-    assert response.status_code == 400 and "15 completions in one request; at most 12" in response.text
 
 
 @pytest.mark.parametrize(
@@ -244,12 +227,8 @@ def test_refusals_reach_the_official_client_as_its_exceptions(client: openai.Ope
     with pytest.raises(openai.BadRequestError) as error:
         chats.create(model="tiny", messages=hello, temperature=-1)
     assert error.value.param == "temperature" and error.value.code == "invalid_value"
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        chats.create(model="tiny", messages=hello, tools=[])
     with pytest.raises(openai.BadRequestError, match="top_k"):  # a stream is refused before it begins
         client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"top_k": -1})
-    with pytest.raises(openai.BadRequestError, match="use chat_template_kwargs, such as"):
-        chats.create(model="tiny", messages=hello, reasoning_effort="low")
     with pytest.raises(openai.NotFoundError, match="no Responses API; use POST /v1/chat/completions"):
         client.responses.create(model="tiny", input="x")
     with pytest.raises(openai.NotFoundError) as missing:

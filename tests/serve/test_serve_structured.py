@@ -33,21 +33,6 @@ def is_json(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_schema_whole_and_streamed(client: openai.OpenAI, temperature: float) -> None:
-    common: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": temperature, "seed": 7, "n": 2}
-    schema = {"name": "x", "strict": True, "schema": SCHEMA}
-    common |= {"max_tokens": 300, "response_format": {"type": "json_schema", "json_schema": schema}}
-    whole = client.chat.completions.create(**common)
-    texts = [choice.message.content or "" for choice in whole.choices]
-    assert all(map(is_json, texts)) and {choice.finish_reason for choice in whole.choices} == {"stop"}
-    parts = ["", ""]
-    for chunk in client.chat.completions.create(**common, stream=True):
-        for piece in chunk.choices:
-            parts[piece.index] += piece.delta.content or ""
-    assert parts == texts
-
-
 def test_the_clients_own_parser_of_a_pydantic_model(client: openai.OpenAI) -> None:
     common: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0.8, "seed": 3, "max_tokens": 300}
     answer = client.chat.completions.parse(**common, response_format=Answer).choices[0].message.parsed

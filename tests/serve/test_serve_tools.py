@@ -178,14 +178,6 @@ def test_malformed_calls_are_content(chats: Callable[[str], Chat]) -> None:
     assert cut.finish_reason == "length" and HERMES.startswith(cut.message.content) and not cut.message.tool_calls
 
 
-def test_without_tools_nothing_is_a_call(qwen: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = prompts_of(qwen, monkeypatch)
-    assert qwen.create(HERMES).message.content == HERMES
-    choice = qwen.create(HERMES, tools=[WEATHER], tool_choice="none")
-    assert choice.message.content == HERMES and choice.message.tool_calls is None
-    assert len(seen) == 2 and "Tools:" not in seen[0] + seen[1]
-
-
 @pytest.mark.parametrize("family", ["qwen", "thinker"])
 def test_reasoning(chats: Callable[[str], Chat], family: str) -> None:
     chat, whole = chats(family), "<think>\nOne\n\ntwo <tool_call>\n</think>\n\nThree"
@@ -237,14 +229,6 @@ def test_reasoning_before_a_call_that_must_be_and_before_json(
     assert json.loads(choice.message.content) == {"a": 1}
 
 
-@pytest.mark.parametrize("family", ["qwen", "coder", "llama"])
-def test_strict_tools_may_be_left_alone_but_not_called_wrongly(chats: Callable[[str], Chat], family: str) -> None:
-    chat, wrong = chats(family), FAMILIES[family][2].replace("3", "77")
-    assert chat.create("No call.", tools=[STRICT, CLOCK]).message.content == "No call."
-    assert called(chat.create(wrong, tools=[STRICT, CLOCK])) == [("get_weather", {**ARGUMENTS, "days": 7})]
-    assert called(chat.create(wrong, tools=BOTH)) == [("get_weather", {**ARGUMENTS, "days": 77})]
-
-
 JSON, MUST = {"response_format": {"type": "json_object"}}, {"tools": [CLOCK], "tool_choice": "required"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -274,12 +258,3 @@ def test_several_answers_have_calls_of_their_own(qwen: Chat) -> None:
         for each in chunk.choices:
             texts[each.index] += each.delta.tool_calls[0].function.arguments or "" if each.delta.tool_calls else ""
     assert texts == [answer.choices[0].message.tool_calls[0].function.arguments] * 2
-
-
-def test_parsers_named_by_the_user(tiny_engine: Path, tmp_path: Path) -> None:
-    template = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}:"
-    engine = with_template(tiny_engine, tmp_path / "engine", template)
-    with chat_with(engine, tool_parser="hermes", reasoning_parser="deepseek_r1") as chat:
-        choice = chat.create("Hm.</think>" + HERMES, tools=[WEATHER])
-        assert called(choice) == [("get_weather", ARGUMENTS)]
-        assert choice.message.model_extra["reasoning_content"] == "Hm."

@@ -18,9 +18,9 @@ def worker_count(cores: int, free_bytes: int) -> int:
     return max(1, min(cores, free_bytes // WORKER_BYTES))
 
 
-def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+def free_bytes() -> int:
     """Memory that can be had without swapping."""
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
 
 

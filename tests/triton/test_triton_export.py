@@ -282,7 +282,5 @@ def test_the_command(engine: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert f"exported {tmp_path / 'models' / 'm'}: vllm layout, linked engine" in done.stdout
     assert Settings.read(config_dict(tmp_path / "models" / "m")).max_queue == 9
-    for wrong in (["--gpus", "zero"], ["--instances", "0"], ["--layout", "other"]):
-        assert CliRunner().invoke(app, [*arguments, *wrong]).exit_code == 2
     (tmp_path / "models" / "m" / "mine").write_text("x")
     assert CliRunner().invoke(app, [*arguments, "--model-name", "m"]).exit_code == BuildError.exit_code == 1

@@ -394,9 +394,10 @@ def test_only_an_unstreamed_vllm_text_begins_with_the_prompt_by_default() -> Non
             "structured is given twice, the second time by sampling_parameters",
         ),
         (guide("json_schema", "{"), "guided_decoding_guide: the schema is not JSON"),
+        ({"stream": np.array([True]), "exclude_input_in_output": np.array([False])}, "needs stream=false"),
         (guide("xml"), "guided_decoding_guide_type must be one of json, json_schema, regex"),
     ],
 )
-def test_constraints_that_are_refused(inputs: dict[str, Any], message: str) -> None:
+def test_what_is_refused(inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call(inputs)

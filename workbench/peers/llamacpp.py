@@ -1,133 +1,138 @@
-"""llama.cpp on a GGUF file: autoregressive, and speculation with a smaller file as its draft model."""
+"""llama.cpp on a GGUF file, by the C interface that llama-cpp-python has: several sequences share a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from itertools import islice
+import ctypes
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import llama_cpp
 import numpy as np
+from numpy.typing import NDArray
 
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.bench.measure import Outcome, Request
 from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.peers.base import PeerContext, TokenClock
 
-DRAFT_TOKENS = 4  # of a round: on processors, where a batch is not free, short drafts pay best
+_quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
 
 
-class _Drafter:
-    """A draft model as llama-cpp-python calls one: the tokens so far in, greedy drafts out."""
+class LlamaCpp:
+    """The target of an engine in a GGUF file, with a cache for each of `sequences`."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.before: Callable[[], None] = lambda: None  # called at the end of a round, when its tokens have all come
+    def __init__(self, path: Path, manifest: Manifest, threads: int, *, sequences: int, length: int) -> None:
+        """`length`: tokens of a cache. Raises UsageError for another model's file, DDTreeError where it cannot load."""
+        if not path.is_file():
+            raise UsageError(f"llama.cpp: {str(path)!r} is no file; give a GGUF file of the engine's target")
+        llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+        model, shape = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
+        model.n_gpu_layers = 0 if manifest.backend == "onnxruntime" else -1
+        shape.n_ctx = shape.n_batch = sequences * length
+        shape.n_seq_max = shape.n_outputs_max = sequences
+        shape.n_threads = shape.n_threads_batch = threads
+        self._lengths = [0] * sequences
+        with ExitStack() as opened:
+            self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model)
+            if self._model is None:
+                raise DDTreeError(f"llama.cpp cannot load {path}; is it a whole GGUF file of a model?")
+            opened.callback(llama_cpp.llama_model_free, self._model)
+            self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+            found = llama_cpp.llama_model_n_layer(self._model), llama_cpp.llama_model_n_embd(self._model), self._vocab
+            dims = manifest.target_dims
+            if found != (expected := (dims.num_layers, dims.hidden_size, dims.vocab_size)):
+                raise UsageError(
+                    f"llama.cpp: {path} has layers, width and vocabulary {found}, the engine's target {expected}; give "
+                    "the GGUF file of the same model"
+                )
+            self._context = llama_cpp.llama_init_from_model(self._model, shape)
+            if self._context is None:
+                raise DDTreeError(f"llama.cpp has no memory for {sequences} sequences of {length} tokens")
+            opened.callback(llama_cpp.llama_free, self._context)
+            self._batch = llama_cpp.llama_batch_init(sequences * length, 0, 1)
+            opened.callback(llama_cpp.llama_batch_free, self._batch)
+            self.close = opened.pop_all().close
 
-    def __call__(self, input_ids: Any, /, **_: Any) -> Any:
-        self.before()
-        drafts = islice(self.model.generate(input_ids.tolist(), temp=0.0), DRAFT_TOKENS)
-        return np.fromiter(drafts, np.intc)
+    @property
+    def type(self) -> str:
+        """The file's type, such as Q8_0."""
+        text = ctypes.create_string_buffer(128)
+        llama_cpp.llama_model_desc(self._model, text, len(text))  # "llama 256M Q8_0"
+        return " ".join(text.value.decode().split()[2:]).removeprefix("all ")
+
+    def step(self, tokens: Mapping[int, Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Append tokens to sequences, by their numbers, in one pass; the logits [V] behind each one's last token, which
+        hold until the next step."""
+        batch, lasts = self._batch, list[int]()
+        batch.n_tokens = 0
+        for sequence, ids in tokens.items():
+            for token in ids:
+                row = batch.n_tokens
+                batch.token[row], batch.pos[row], batch.logits[row] = token, self._lengths[sequence], False
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+                self._lengths[sequence] += 1
+                batch.n_tokens += 1
+            lasts.append(batch.n_tokens - 1)
+            batch.logits[lasts[-1]] = True
+        if status := llama_cpp.llama_decode(self._context, batch):
+            raise DDTreeError(
+                f"llama.cpp failed in a pass over {batch.n_tokens} tokens: llama_decode returned {status}"
+            )
+        rows = (llama_cpp.llama_get_logits_ith(self._context, last) for last in lasts)
+        return [np.ctypeslib.as_array(row, (self._vocab,)) for row in rows]
+
+    def truncate(self, sequence: int, length: int = 0) -> None:
+        """Keep the first `length` tokens of a sequence."""
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), sequence, length, -1)
+        self._lengths[sequence] = length
+
+
+def quantize(source: Path, file: Path, threads: int) -> Path:
+    """Write a GGUF file's tensors as Q8_0 to `file`, which is returned. Raises UsageError where `source` is none."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize, options.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True, threads
+    llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+    if not source.is_file() or llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), options):
+        raise UsageError(f"llama.cpp cannot make {source} Q8_0; build the engine from a GGUF file, which it reads")
+    return file
+
+
+def describe(threads: int) -> dict[str, str]:
+    features = llama_cpp.llama_print_system_info().decode().split("|")
+    return {
+        "llama-cpp-python": llama_cpp.__version__,
+        "threads": str(threads),
+        "features": " ".join(part.strip() for part in features if "= 1" in part),
+    }
 
 
 class LlamaCppPeer:
-    """A GGUF file under llama.cpp through llama-cpp-python, on the engine's prompts by their token ids.
-
-    The file has a type of its own (Q8_0, F32 …), which names the case: several files can be measured in one run. With a
-    draft file, a second case decodes speculatively: the draft model proposes DRAFT_TOKENS greedy tokens a round.
-    """
+    """One request at a time. The file has a type of its own (Q8_0, F32 …), which names the case: several files can be
+    measured in one run."""
 
     def __init__(self, context: PeerContext, value: str) -> None:
-        """`value`: MODEL.gguf or MODEL.gguf,DRAFT.gguf."""
-        paths = [Path(name) for name in value.split(",")]
-        if len(paths) > 2:
-            raise UsageError(f"--peer llama-cpp takes MODEL.gguf or MODEL.gguf,DRAFT.gguf, not {value!r}")
-        for path in paths:
-            if not path.is_file():
-                raise UsageError(f"--peer llama-cpp: {str(path)!r} is no file; give a GGUF file of the engine's target")
-        self._context, self._drafter = context, None
-        with ExitStack() as opened:
-            plain = self._load(opened, paths[0])
-            dims = context.manifest.target_dims
-            if (found := llama_cpp.llama_model_n_layer(plain.model), plain.n_embd()) != (
-                expected := (dims.num_layers, dims.hidden_size)
-            ):
-                raise UsageError(
-                    f"--peer llama-cpp: {paths[0]} has layers and width {found}, the engine's target {expected}; give "
-                    "the GGUF file of the same model"
-                )
-            self._models = {_type_of(plain): plain}
-            if len(paths) == 2:
-                self._drafter = _Drafter(self._load(opened, paths[1]))
-                self._models[f"{_type_of(plain)}-draft"] = self._load(opened, paths[0], self._drafter)
-            self._open = opened.pop_all()
-        self.methods = list(self._models)
-
-    def _load(self, opened: ExitStack, path: Path, drafter: Any = None) -> Any:
-        manifest, threads = self._context.manifest, self._context.threads
-        try:
-            model = llama_cpp.Llama(
-                str(path),
-                n_ctx=manifest.limits.max_seq_len + DRAFT_TOKENS,
-                n_threads=threads,
-                n_threads_batch=threads,
-                n_gpu_layers=0 if manifest.backend == "onnxruntime" else -1,
-                draft_model=drafter,
-                verbose=False,
-            )
-        except (ValueError, RuntimeError) as error:
-            raise DDTreeError(f"llama.cpp cannot load {path}: {error}; is it a whole GGUF file of a model?") from error
-        opened.enter_context(closing(model))
-        if (found := model.n_vocab()) != (expected := manifest.target_dims.vocab_size):
-            raise UsageError(
-                f"--peer llama-cpp: {path} has a vocabulary of {found} tokens, the engine {expected}; give a file with "
-                "the same tokenizer"
-            )
-        return model
+        manifest, self._threads = context.manifest, context.threads
+        length = manifest.limits.max_seq_len
+        self._model = LlamaCpp(Path(value), manifest, self._threads, sequences=1, length=length)
+        self.methods = [self._model.type]
 
     def describe(self) -> dict[str, str]:
-        features = llama_cpp.llama_print_system_info().decode()
-        return {
-            "llama-cpp-python": llama_cpp.__version__,
-            "threads": str(self._models[self.methods[0]].n_threads),
-            "features": " ".join(part.strip() for part in features.split("|") if "= 1" in part),
-            **({"draft tokens": str(DRAFT_TOKENS)} if self._drafter else {}),
-        }
+        return describe(self._threads)
 
     def run(self, method: str, prompt_ids: Sequence[int], request: Request) -> Outcome:
-        model, drafter = self._models[method], self._drafter if method.endswith("-draft") else None
-        model.reset()  # or it would reuse what it has of the prompt
-        model.set_seed(request.seed)
-        clock, tokens, counted = TokenClock(), list[int](), 0
-
-        def round_ended() -> None:
-            nonlocal counted
-            clock.arrived(len(tokens) - counted)
-            counted = len(tokens)
-
-        if drafter is not None:
-            drafter.model.reset()
-            drafter.before = round_ended
-        whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temp": request.temperature}
-        for token in model.generate(list(prompt_ids), **whole):
-            tokens.append(int(token))
-            if drafter is None:
-                round_ended()
-            if len(tokens) == request.max_tokens or token in request.stop_token_ids:
-                break
-        round_ended()
-        return clock.outcome(tokens)
+        self._model.truncate(0)
+        clock, random, tokens = TokenClock(), np.random.default_rng(request.seed), list(prompt_ids)
+        while True:
+            (logits,) = self._model.step({0: tokens[-1:] if len(tokens) > len(prompt_ids) else tokens})
+            if request.temperature > 0:
+                shares = np.exp((logits - logits.max()) / request.temperature, dtype=np.float64).cumsum()
+                tokens.append(int(shares.searchsorted(random.random() * shares[-1], side="right")))
+            else:
+                tokens.append(int(logits.argmax()))
+            clock.arrived(1)
+            if len(tokens) - len(prompt_ids) == request.max_tokens or tokens[-1] in request.stop_token_ids:
+                return clock.outcome(tokens[len(prompt_ids) :])
 
     def close(self) -> None:
-        self._open.close()
-
-
-def _type_of(model: Any) -> str:
-    """The file's type by llama.cpp's name, such as Q8_0."""
-    number = model.metadata.get("general.file_type")
-    for prefix in ("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"):
-        for name, value in vars(llama_cpp).items():
-            if name.startswith(prefix) and str(value) == number:
-                return name.removeprefix(prefix)
-    return "model"
+        self._model.close()

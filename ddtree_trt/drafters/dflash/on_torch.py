@@ -21,7 +21,7 @@ from ddtree_trt.drafters.dflash.dims import DFlashDims, layer_convolutions
 from ddtree_trt.drafters.dflash.heads import PairHead
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
@@ -129,12 +129,9 @@ class BlockDrafter(BlockOnDevice):
         return [each, each, *factors]
 
     def warm_up(self, slot: int, budget: int) -> None:
-        def never(*_: object) -> DrawnFrom:
-            raise AssertionError("a block drafter draws nothing")
-
         wanted = 1 if self._head else min(budget, self.dims.head_size, TOP_KS[-1])
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
-            self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.draft_length, never)])
+            self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.draft_length)])
 
     def hold(self, slots: Tensor, states: Tensor) -> None:
         self.waiting[slots.long(), : states.shape[1]] = states

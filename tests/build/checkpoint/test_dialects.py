@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import drafter_weights as eagle_weights
-from checkpoints import make_eagle, make_target, refusal, write_weights
+from checkpoints import make_eagle, refusal, write_weights
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.pair import check_pair
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.errors import CheckpointError
@@ -28,18 +27,6 @@ def dims_of(path: Path) -> DFlashDims:
     dims = load_checkpoint(path).dims
     assert isinstance(dims, DFlashDims)
     return dims
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_each_dialect_states_the_same_drafter(tmp_path: Path, name: str) -> None:
-    """Block, mask and taps are those of the one drafter that all of them write; it fits the target."""
-    make_dialect(tmp_path / "drafter", name)
-    loaded = load_checkpoint(tmp_path / "drafter")
-    dims = dims_of(tmp_path / "drafter")
-    assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (BLOCK, SHAPE["mask_token_id"], (0, 2))
-    assert dims.anchor_first == (name in ("deepspec", "specforge", "speculators-dspark"))
-    assert loaded.tensor("fc.weight").shape == (32, 64)
-    check_pair(load_checkpoint(make_target(tmp_path / "target")), loaded)
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -202,14 +189,6 @@ def test_values_that_cannot_be(
 # Tables
 
 
-def test_a_smaller_vocabulary(tmp_path: Path) -> None:
-    loaded = load_checkpoint(make_dialect(tmp_path, "speculators-dspark"))
-    dims = loaded.dims
-    assert isinstance(dims, DFlashDims) and dims.draft_vocab_size == VOCABULARY
-    assert loaded.shapes["lm_head.weight"] == (VOCABULARY, 32) and loaded.shapes["embed_tokens.weight"] == (96, 32)
-    np.testing.assert_array_equal(loaded.tensor("d2t"), np.arange(VOCABULARY) * 2)
-
-
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
@@ -298,14 +277,6 @@ def test_what_is_not_implemented_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=field):
         read(tmp_path, name, **changes)
-
-
-def test_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
-    checkpoint, dims = loaded(make_eagle(tmp_path / "drafter", seed=3))
-    assert not dims.own_embedding
-    weights = eagle_weights(dims, 3)
-    for name in ("layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "fc.weight", "d2t"):
-        np.testing.assert_array_equal(checkpoint.tensor(name), weights[name])
 
 
 def test_tables_of_its_own(tmp_path: Path) -> None:

@@ -94,19 +94,6 @@ def test_any_path(compaction: Compaction, data: st.DataObject, past: int, slot: 
     check(compaction, slot, past, sorted({0, *data.draw(st.sets(st.integers(1, LIMITS.max_tree_budget)))}))
 
 
-@given(st.data(), st.integers(1, 6), st.integers(6, 40))
-def test_windows_move_what_a_path_says(data: st.DataObject, size: int, rows: int) -> None:
-    past = data.draw(st.integers(0, rows - 1))
-    path = np.array(sorted(data.draw(st.sets(st.integers(0, rows - past - 1), min_size=1))), np.int32)
-    cache, expected = np.arange(rows), np.arange(rows)
-    expected[past : past + len(path)] = past + path
-    for start, keep in windows(past, path, size, rows):
-        assert keep.shape == (size,) and keep.dtype == np.int32
-        assert (keep >= np.arange(size)).all() and start + size <= rows and (start + keep < rows).all()
-        cache[start : start + size] = cache[start + keep]
-    np.testing.assert_array_equal(cache[: past + len(path)], expected[: past + len(path)])
-
-
 def test_the_window_is_the_longest_chain() -> None:
     assert window_rows(DRAFTER) == DRAFTER.block_size
     assert window_rows(TARGET) == 17  # an autoregressive drafter's longest chain and the root

@@ -137,12 +137,6 @@ def test_an_attention_that_is_missing_is_named(tmp_path: Path) -> None:
         mend_attentions(rtx(), target.parse(), "target", [])
 
 
-def test_an_attention_without_a_fused_kernel_is_named(tmp_path: Path) -> None:
-    """There is none for float32."""
-    with pytest.raises(BuildError, match=r"attention '.*layers\.0\.attn\.by_head' has no fused kernel for FLOAT"):
-        native(tmp_path, precision="fp32").compile()
-
-
 @pytest.mark.parametrize("name", ["target", "drafter"])
 def test_logits_are_float32_from_the_head_to_the_choice(name: str, tmp_path: Path) -> None:
     """The product, ArgMax and TopK in the parsed network, whose types the builder has to keep."""

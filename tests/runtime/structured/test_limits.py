@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from languages import Compiler
@@ -199,27 +196,6 @@ def test_a_trial_ends_when_its_time_is_up(stranger: GrammarCompiler) -> None:
         judge.check(StructuredOutput(json_schema=endless))
     judge.check(StructuredOutput(regex="a"))
     judge.close()
-
-
-def test_a_trial_process_that_ended_is_replaced(stranger: GrammarCompiler) -> None:
-    stranger.check(StructuredOutput(regex="x+"))
-    process = stranger._process._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    stranger.check(StructuredOutput(regex="y+"))
-
-
-def test_many_threads_get_their_own_answers(stranger: GrammarCompiler) -> None:
-    def refused(number: int) -> bool:
-        try:
-            stranger.check(StructuredOutput(regex="(" * (number % 2) + f"a{{{number}}}"))
-        except UsageError:
-            return True
-        return False
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(refused, range(40))) == [number % 2 == 1 for number in range(40)]
 
 
 def test_a_trial_that_cannot_begin_is_no_fault_of_the_constraint() -> None:

@@ -10,7 +10,7 @@ import pytest
 from languages import Compiler, texts_of
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.structured.matcher import Matcher, allowed_part, with_spare
+from ddtree_trt.runtime.structured.matcher import Matcher, allowed_part
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.tree import DraftTree
 
@@ -119,10 +119,6 @@ def test_a_pruned_tree_has_the_nodes_whose_paths_are_allowed(after: str | None) 
             assert part.token_ids.tolist() == found.cut(len(part)).token_ids.tolist()
         cut += size - len(found)
     assert cut > 300
-
-
-def test_spare_nodes_are_bounded() -> None:
-    assert [with_spare(n) for n in (0, 1, 16, 64, 1024)] == [0, 4, 64, 256, 1216]
 
 
 def test_the_end_of_a_grammar_is_known_at_once() -> None:

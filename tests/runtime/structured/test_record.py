@@ -8,7 +8,7 @@ import pytest
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, StructuredOutput, Tag
+from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, StructuredOutput
 
 TAG = {"begin": "<a>", "schema": True, "end": "</a>"}
 WRONG: list[tuple[dict[Any, Any], str]] = [
@@ -71,17 +71,3 @@ def test_a_schema_is_kept_as_text_in_its_own_order() -> None:
     )
     assert hash(record) == hash(StructuredOutput(json_schema=record.json_schema))
     assert StructuredOutput(json_schema=False).json_schema == "false"
-
-
-def test_each_kind_is_named() -> None:
-    tag = Tag("<a>", {}, "</a>")
-    kinds: dict[str, Any] = {
-        "json_schema": True,
-        "json_object": True,
-        "regex": "a",
-        "choice": ("a", "b"),
-        "grammar": 'start: "a"',
-        "tags": (tag,),
-    }
-    assert {StructuredOutput(**{kind: value}).kind for kind, value in kinds.items()} == set(kinds)
-    assert StructuredOutput.from_mapping({"tags": [TAG], "at_most": None}).tags == (Tag("<a>", True, "</a>"),)

@@ -26,11 +26,10 @@ else:
 
 @pytest.fixture(scope="session")
 def repository(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models that work, in both layouts, and two that cannot be loaded."""
+    """A model of each layout, and two that cannot be loaded."""
     directory = tmp_path_factory.mktemp("models")
     export_triton(tiny_engine, directory, "tiny")
     export_triton(tiny_engine, directory, "tiny-vllm", layout="vllm", link=True)
-    export_triton(tiny_engine, directory, "tiny-noqueue", max_queue=0, link=True)
     damaged = export_triton(tiny_engine, directory, "damaged")
     weights = bytearray((damaged / "1" / "engine" / "weights.bin").read_bytes())
     weights[len(weights) // 2] ^= 1

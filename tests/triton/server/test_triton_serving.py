@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc as grpcclient
-import tritonclient.http as httpclient
-from google.protobuf import text_format
 from triton_clients import ask, eventually, generate, generate_stream, idle, metric, text, values
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from ddtree_trt import LLM, SamplingParams
 from tools.triton_server import TritonServer
@@ -31,16 +28,6 @@ def expected(llm: LLM, prompt: str, **sampling: object) -> str:
     return llm.generate(prompt, SamplingParams.from_mapping(sampling))[0].outputs[0].text
 
 
-def test_clients_see_the_model_as_it_was_exported(server: TritonServer, model: str) -> None:
-    http, grpc = httpclient.InferenceServerClient(server.http), grpcclient.InferenceServerClient(server.grpc)
-    assert http.is_server_live() and grpc.is_server_live()
-    assert http.is_model_ready(model) and grpc.is_model_ready(model)
-    written = text_format.Parse((server.repository / model / "config.pbtxt").read_text(), ModelConfig())
-    seen = grpc.get_model_config(model).config
-    assert {i.name for i in seen.input} == {i.name for i in written.input}
-    assert [o["name"] for o in http.get_model_metadata(model)["outputs"]] == [o.name for o in written.output]
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_text_equals_generate(
     server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict[str, Any]
@@ -55,30 +42,6 @@ def test_text_equals_generate(
         *before, last = ask(server, model, parts)
         assert text([*before, last]) == truth and not any("acceptance_rate" in response for response in before)
         assert last["acceptance_rate"].shape == last["total_draft_tokens"].shape == (1,) * (1 + ("vllm" not in model))
-
-
-def test_several_sequences_and_log_probs(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
-    sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 3, "tree_budget": BUDGET}
-    truth = llm.generate(prompts[1], SamplingParams(**sampling, n=2, logprobs=0))[0].outputs
-    assert len({o.text for o in truth}) == 2
-    request = values("tiny", prompts[1], stream=True, **sampling)
-    responses = ask(server, "tiny", {**request, "num_return_sequences": 2, "return_log_probs": True})
-    for i, output in enumerate(truth):
-        assert "".join(r["text_output"][i].decode() for r in responses) == output.text
-        assert responses[-1]["cum_log_probs"][0, i] == pytest.approx(output.cumulative_logprob, abs=1e-3)
-    request = values("tiny-vllm", prompts[1], stream=False, n=2, logprobs=2, **sampling)
-    (whole,) = ask(server, "tiny-vllm", {**request, "return_logprobs": True})
-    for output, tokens in zip(truth, map(json.loads, whole["logprobs"]), strict=True):
-        assert [next(iter(token)) for token in tokens] == [str(token) for token in output.token_ids]
-
-
-def test_the_prompt_comes_first_where_the_layout_says_so(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
-    truth = expected(llm, prompts[0], max_tokens=8)
-    body: dict[str, Any] = {"text_input": prompts[0], "parameters": {"max_tokens": 8}}
-    assert generate(server, "tiny", body)[1]["text_output"] == truth
-    assert generate(server, "tiny-vllm", body)[1]["text_output"] == prompts[0] + truth
-    body["exclude_input_in_output"] = False
-    assert generate(server, "tiny", body)[1]["text_output"] == prompts[0] + truth
 
 
 def test_only_listed_outputs_are_sent(server: TritonServer, prompts: list[str], model: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH, Backend
@@ -19,7 +18,14 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.gpus import KINDS, UNSERVED, Gpu, find_gpus
-from ddtree_trt.device.libraries import cuda_bindings, cuda_versions, current_gpu, import_tensorrt
+from ddtree_trt.device.libraries import (
+    CudaVersions,
+    CurrentGpu,
+    cuda_bindings,
+    cuda_versions,
+    current_gpu,
+    import_tensorrt,
+)
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with, shown
 from ddtree_trt.models.decoder import TransformerDims
@@ -67,7 +73,7 @@ class TensorRtBuild(PlansBuild):
 
     @cached_property
     def machine(self) -> Machine:
-        """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
+        """As `examine` returns it."""
         return examine(self._wanted)
 
     def check_machine(self) -> None:
@@ -85,20 +91,20 @@ class TensorRtBuild(PlansBuild):
         return "native" if _why_native(networks) else "plugin"
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
-        machine, attention = self.machine, self.attention(inputs.networks)
-        check_values(inputs.target, machine.gpu, machine.sm)
+        (trt, gpu, cuda), attention = self.machine, self.attention(inputs.networks)
+        check_values(inputs.target, gpu.name, gpu.sm)
         plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
         # Outside of the directory that is built: later builds use it too.
-        cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
+        cache = directory.parent / f"tensorrt-{trt.__version__}-sm{gpu.sm}.timing"
         tensors = self.write_plans(
-            directory, inputs, progress, machine.trt, attention, plugin_library=plugin_library, timing_cache=cache
+            directory, inputs, progress, trt, attention, plugin_library=plugin_library, timing_cache=cache
         )
         toolchain = {
-            TENSORRT.name: machine.tensorrt,
-            "cuda": machine.cuda,
-            "sm": str(machine.sm),
-            "driver": machine.driver,
-            "gpu": machine.gpu,
+            TENSORRT.name: str(trt.__version__),
+            "cuda": cuda.runtime,
+            "sm": str(gpu.sm),
+            "driver": cuda.driver,
+            "gpu": gpu.name,
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx"),
         }
@@ -160,20 +166,12 @@ class RtxBuild(PlansBuild):
 # TensorRT on this machine
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine that can build, as the manifest records it."""
+class Machine(NamedTuple):
+    """A machine that can build: TensorRT's module, and what CUDA says."""
 
-    trt: Any  # the module
-    cuda: str  # version of the CUDA runtime, for instance 13.0
-    driver: str  # the highest CUDA version the driver supports
-    gpu: str  # name
-    sm: int  # compute capability, 90 for 9.0
-
-    @property
-    def tensorrt(self) -> str:
-        """Version, for instance 11.4.0.106."""
-        return str(self.trt.__version__)
+    trt: Any
+    gpu: CurrentGpu
+    cuda: CudaVersions
 
 
 def examine(attention: Attention) -> Machine:
@@ -197,7 +195,7 @@ def examine(attention: Attention) -> Machine:
         )
     if attention == "plugin":
         library.find(library.PLUGINS)
-    return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm)
+    return Machine(trt, gpu, versions)
 
 
 def check_release(backend: Backend, version: str) -> None:

@@ -3,7 +3,6 @@ errors that name the node."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS
 from ddtree_trt.device.libraries import load_plugins, make_log
 from ddtree_trt.errors import BuildError
+from ddtree_trt.files import write_atomically
 
 
 def make_monitor(trt: Any, stage: str, progress: Progress) -> Any:
@@ -47,9 +47,6 @@ def make_monitor(trt: Any, stage: str, progress: Progress) -> Any:
     return Monitor()
 
 
-_UNSUPPORTED = "Attention operation was not supported"  # by a fused kernel: the builder's words for it
-
-
 def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]) -> None:
     """Set what the parser cannot say, on every attention of the parsed INetworkDefinition of the `name`.
 
@@ -75,19 +72,6 @@ def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]
         attention.decomposable = False
     if found:
         raise BuildError(f"TensorRT made an attention of the {name} that its graph does not have: {min(found)!r}")
-
-
-def unfused_attention(trt: Any, network: Any, reasons: str) -> str:
-    """What a failed build says of attentions, where its reasons are that they have no fused kernel; else "". The layers
-    of a network are alike."""
-    attention = next(_attentions(trt, network), None)
-    if _UNSUPPORTED not in reasons or attention is None:
-        return ""
-    query, keys = attention.get_input(0), attention.get_input(1)
-    return (
-        f"attention {attention.name!r} has no fused kernel for {query.dtype.name} queries {list(query.shape)} over a "
-        f"cache {list(keys.shape)}"
-    )
 
 
 def _attentions(trt: Any, network: Any) -> Iterator[Any]:
@@ -165,11 +149,9 @@ class EngineBuilder:
         serialized = self._builder.build_serialized_network(network, config)
         monitor.raise_stopping_error()
         if serialized is None:
-            reasons = self._log.words()
-            reasons = ": ".join(filter(None, (unfused_attention(self._trt, network, reasons), reasons)))
-            raise BuildError(f"{self._title} cannot build the {name}: {reasons}")
+            raise BuildError(f"{self._title} cannot build the {name}: {self._log.words()}")
         if self._timing_cache is not None:
-            _replace_file(self._timing_cache, config.get_timing_cache().serialize())
+            write_atomically(self._timing_cache, bytes(config.get_timing_cache().serialize()))
         with plan.open("xb") as file:
             file.write(serialized)
         return {"inputs": [t.name for t in inputs], "outputs": [t.name for t in outputs]}
@@ -213,13 +195,6 @@ class EngineBuilder:
         cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
         if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
             raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
-
-
-def _replace_file(path: Path, content: Any) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def _described(error: Any) -> str:

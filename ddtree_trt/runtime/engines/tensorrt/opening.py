@@ -53,17 +53,9 @@ def _unfit(directory: Path, manifest: Manifest, problem: str) -> ArtifactError:
     return ArtifactError(f"{problem}; rebuild with: {rebuild_command(directory, manifest)}")
 
 
-@dataclass(frozen=True)
-class Installed:
-    """What an engine needs of this machine."""
-
-    trt: Any  # the module `tensorrt`, or that of TensorRT for RTX
-    cuda: Any  # the module `cuda.bindings.runtime`
-    plugins: Path | None  # the plugin library; None for native attention
-
-
-def check_machine(directory: Path, manifest: Manifest) -> Installed:
-    """What the engine needs, after all checks.
+def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path | None]:
+    """What the engine needs, after all checks: the module of TensorRT or of TensorRT for RTX, `cuda.bindings.runtime`,
+    and the plugin library, None for native attention.
 
     Raises MissingDependency for what is not installed, and ArtifactError, which names the difference and what to do.
     """
@@ -73,7 +65,7 @@ def check_machine(directory: Path, manifest: Manifest) -> Installed:
     trt = import_tensorrt(refusal, rtx=backend.portable)
     cuda = cuda_bindings(backend.extra)
     check_toolchain(directory, manifest, trt.__version__, cuda)
-    return Installed(trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest))
+    return trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest)
 
 
 def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any) -> None:
@@ -281,17 +273,17 @@ class Loaded:
 
 def load_plans(directory: Path, manifest: Manifest) -> Loaded:
     """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
-    installed = check_machine(directory, manifest)
-    device = Device(installed.cuda)
+    trt, cuda, plugin_library = check_machine(directory, manifest)
+    device = Device(cuda)
     try:
-        return _load(directory, manifest, installed, device)
+        return _load(directory, manifest, trt, plugin_library, device)
     except BaseException:
         device.close()
         raise
 
 
-def _load(directory: Path, manifest: Manifest, installed: Installed, device: Device) -> Loaded:
-    trt, stored = installed.trt, Tables(directory, manifest)
+def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
+    stored = Tables(directory, manifest)
     _check_slots(directory, manifest)
     plans = {
         "target": artifact.TARGET_PLAN,
@@ -299,10 +291,12 @@ def _load(directory: Path, manifest: Manifest, installed: Installed, device: Dev
         "compaction": artifact.COMPACTION_PLAN,
     }
     sizes = sum(manifest.files[name].size for name in plans.values())
-    _check_memory(directory, manifest, device, sizes, _layout(manifest, stored, None, 0).total_bytes)
+    dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
+    plan = partial(tensorrt_buffers, *dims, manifest.limits, value_bytes)
+    _check_memory(directory, manifest, device, sizes, Layout.of(plan()).total_bytes)
     log = make_log(trt, _log)
-    if installed.plugins is not None:
-        load_plugins(trt, log, installed.plugins, EngineError)
+    if plugin_library is not None:
+        load_plugins(trt, log, plugin_library, EngineError)
     runtime = trt.Runtime(log)
     engines = {name: _deserialise(runtime, log, directory / file, manifest) for name, file in plans.items()}
     for name, engine in engines.items():
@@ -310,19 +304,24 @@ def _load(directory: Path, manifest: Manifest, installed: Installed, device: Dev
     shape = engines["drafter"].get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else [0]
     candidates = int(tuple(shape)[-1])
     workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
-    layout = _layout(manifest, stored, candidates, workspace)
+    layout = Layout.of(plan(candidates=candidates, workspace_bytes=workspace))
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
     tables = _fill(device, stored, layout, addresses)
     portable = BACKENDS[manifest.backend].portable
     kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if portable else None
+    without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+
+    def make_context(engine: Any, captured: bool) -> Any:
+        return engine.create_execution_context(without_memory)
+
     shared = Shared(
         trt=trt,
         log=log,
         device=device,
         workspace=(addresses[buffers.WORKSPACE], workspace),
-        make_context=partial(_plain_context, trt) if kernel_cache is None else kernel_cache.make_context,
+        make_context=make_context if kernel_cache is None else kernel_cache.make_context,
     )
     own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
     return Loaded(
@@ -363,24 +362,6 @@ def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str
             device.clear(addresses[cleared], layout.sizes[cleared])
     device.synchronize()
     return tables
-
-
-def _plain_context(trt: Any, engine: Any, captured: bool) -> Any:
-    """An execution context of TensorRT without memory, or None."""
-    return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-
-
-def _layout(manifest: Manifest, stored: Tables, candidates: int | None, workspace: int) -> Layout:
-    return Layout.of(
-        tensorrt_buffers(
-            manifest.target_dims,
-            manifest.drafter_dims,
-            manifest.limits,
-            PRECISIONS[manifest.precision].value_bytes,
-            candidates=candidates,
-            workspace_bytes=workspace,
-        )
-    )
 
 
 def _check_memory(directory: Path, manifest: Manifest, device: Device, weights: int, buffers: int) -> None:
