@@ -22,7 +22,6 @@ from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths
-from ddtree_trt.runtime.tree import TokenTree
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -163,11 +162,9 @@ class OrtNetwork:
 
 
 @dataclass(frozen=True)
-class Extension:
+class Extension(VerifyRequest):
     """A tree of T rows behind a slot's committed ones, of which `rows` [R] choose tokens."""
 
-    slot: int
-    tree: TokenTree
     rows: NDArray[np.int64]
 
 
