@@ -42,11 +42,11 @@ class Family:
     title: str  # in messages: "dense Qwen3"
     model_type: str
     architecture: str  # the class of its language model
-    qk_norm: bool  # see `TransformerDims`
-    qkv_bias: bool
     # Values of the fields a config.json may leave out. None follows from others: head_dim is hidden_size divided by
     # num_attention_heads, num_key_value_heads is num_attention_heads.
     defaults: Mapping[str, float | None]
+    qk_norm: bool = False  # see `TransformerDims`
+    qkv_bias: bool = False
     # Whether layers have a window wherever config.json does not say `"sliding_window": null`. In other families
     # `use_sliding_window` decides.
     windowed: bool = False
@@ -84,23 +84,18 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     qk_norm=True,
-    qkv_bias=False,
     defaults={**_COMMON, "head_dim": 128, "max_position_embeddings": 32768},
 )
 LLAMA = Family(
     title="Llama",
     model_type="llama",
     architecture="LlamaForCausalLM",
-    qk_norm=False,
-    qkv_bias=False,
     defaults={**_COMMON, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
 )
 MISTRAL = Family(
     title="Mistral",
     model_type="mistral",
     architecture="MistralForCausalLM",
-    qk_norm=False,
-    qkv_bias=False,
     defaults={**_COMMON, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
     windowed=True,
 )
@@ -108,7 +103,6 @@ QWEN2 = Family(
     title="dense Qwen2",
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    qk_norm=False,
     qkv_bias=True,
     defaults={**_COMMON, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
 )
@@ -118,7 +112,6 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     qk_norm=True,
-    qkv_bias=False,
     defaults={
         **_COMMON,
         "num_key_value_heads": 4,

@@ -178,15 +178,6 @@ def test_weights_in_half_precision(tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def test_large_arrays_are_written_in_blocks(tmp_path: Path) -> None:
-    calls: list[int] = []
-    array = np.arange(20 << 20, dtype=np.float32)
-    with WeightFile(tmp_path / "w", expected_bytes=1, progress=lambda _, done, total: calls.append(done)) as sink:
-        sink.add("a", lambda: array)
-    assert len(calls) == 4 and calls[-1] == array.nbytes
-    np.testing.assert_array_equal(np.fromfile(tmp_path / "w", np.float32), array)
-
-
 # The file of the torch backend
 
 

@@ -119,10 +119,15 @@ def test_wrong_call(
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_a_backend_that_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    result = cli("build", "--target", "tiny", "--backend", "tensorrt", "--output", tmp_path / "e")
-    assert_refused(result, 1, "cannot import tensorrt", "pip install --editable '.[tensorrt]'")
+@pytest.mark.parametrize(("backend", "module"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
+def test_a_backend_that_is_not_installed(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, module: str
+) -> None:
+    for name in (module, f"{module}_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = cli("build", "--target", "tiny", "--backend", backend, "--output", tmp_path / "e")
+    words = [f"the {backend} backend cannot import {module}", f"pip install --editable '.[{backend}]'"]
+    assert_refused(result, 1, *words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,6 @@ from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims, default_tap_layers
-from ddtree_trt.drafters.kind import EMBEDDING, HEAD, LONGEST_CHAIN
 from ddtree_trt.drafters.registry import KINDS, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
@@ -33,21 +32,6 @@ def test_a_kind_and_its_halves(name: str) -> None:
     assert kind.name == name and dims_record(name) is type(EACH[name])
     for half in kind.halves:
         assert kind.load(half)
-
-
-def test_what_each_kind_needs_and_offers() -> None:
-    block, chain, levels = map(kind_of, (DFLASH, TARGET, EAGLE))
-    assert [kind.drafts for kind in (block, chain, levels)] == ["block", "tokens", "levels"]
-    assert [kind.tap_layers for kind in (block, chain, levels)] == [(1, 3), (), (1, 2, 4)]
-    assert (block.target_layers, block.mask_token_id, block.block_size, block.longest_draft) == (6, 511, 8, 7)
-    for kind in (chain, levels):
-        assert (kind.target_layers, kind.mask_token_id, kind.block_size) == (None, None, None)
-        assert kind.longest_draft == LONGEST_CHAIN
-    assert [[table.name for table in kind.own_tables] for kind in (block, chain, levels)] == [
-        *([], [EMBEDDING, HEAD], [HEAD])
-    ]
-    assert [kind.shifted_inputs for kind in (block, chain, levels)] == [False, False, True]
-    assert EAGLE.taps_width == 3 * 64 and replace(EAGLE, target_hidden_size=32).taps_width == 3 * 32
 
 
 @pytest.mark.parametrize("dims", EACH.values(), ids=EACH)

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import drafter_weights as eagle_weights
-from checkpoints import make_eagle, make_target, refusal, write_weights
+from checkpoints import make_eagle, refusal, write_weights
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.pair import check_pair
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.errors import CheckpointError
@@ -28,18 +27,6 @@ def dims_of(path: Path) -> DFlashDims:
     dims = load_checkpoint(path).dims
     assert isinstance(dims, DFlashDims)
     return dims
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_each_dialect_states_the_same_drafter(tmp_path: Path, name: str) -> None:
-    """Block, mask and taps are those of the one drafter that all of them write; it fits the target."""
-    make_dialect(tmp_path / "drafter", name)
-    loaded = load_checkpoint(tmp_path / "drafter")
-    dims = dims_of(tmp_path / "drafter")
-    assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (BLOCK, SHAPE["mask_token_id"], (0, 2))
-    assert dims.anchor_first == (name in ("deepspec", "specforge", "speculators-dspark"))
-    assert loaded.tensor("fc.weight").shape == (32, 64)
-    check_pair(load_checkpoint(make_target(tmp_path / "target")), loaded)
 
 
 @pytest.mark.parametrize("name", DIALECTS)

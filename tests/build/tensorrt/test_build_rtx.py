@@ -164,13 +164,6 @@ def test_a_quantised_target_needs_gpus_that_multiply_it(tmp_path: Path) -> None:
 # The product
 
 
-def test_it_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
-        monkeypatch.setitem(sys.modules, name, None)
-    words = ["the tensorrt-rtx backend cannot import tensorrt_rtx", "pip install --editable '.[tensorrt-rtx]'"]
-    assert_refused(cli("build", "--target", "tiny", *RTX, "--output", tmp_path / "e"), 1, *words)
-
-
 @pytest.mark.parametrize("version", ["1.6.1.120", "2.0.0.1"])
 def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     product: Any = type(sys)("tensorrt_rtx")
