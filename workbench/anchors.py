@@ -130,7 +130,7 @@ def works(
             "give more --prompts"
         )
     several = {f"past {past}": [chat[-1][:past]] for past in pasts}
-    several |= {f"{number} sequences": said[:number] for number in sequences}
+    several |= {f"{number} sequence{'s' * (number > 1)}": said[:number] for number in sequences}
     for name, ids in several.items():
         session.core.scheduler.reset_prefix_cache()
         _, answer = ours(session, "ar", ids, [tokens] * len(ids), ends=False)

@@ -1,9 +1,10 @@
 """Continuous batching: assignment of slots to sequences, and the steps that advance them.
 
-A step admits waiting sequences into free slots, prefills one chunk of one of them, and runs one decode round over all
-sequences with a complete prompt: one over those whose rounds stay on the device, and one over the others. So a long
-prompt delays running sequences by one chunk per round, and a sequence that finishes or is cancelled frees its slot
-before the next step. A free slot keeps its cache: a prompt that begins with a free slot's tokens starts behind them.
+A step admits waiting sequences into free slots, prefills a chunk of their prompts, and runs one decode round over all
+sequences with a complete prompt: one over those whose rounds stay on the device, and one over the others, in whose pass
+the chunk is where the engine can mix them. So a long prompt delays running sequences by one chunk per round, and a
+sequence that finishes or is cancelled frees its slot before the next step. A free slot keeps its cache: a prompt that
+begins with a free slot's tokens starts behind them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-import numpy as np
-
-from ddtree_trt.runtime.decoding.loop import decode_round
-from ddtree_trt.runtime.decoding.sampling import logprob
-from ddtree_trt.runtime.engines.base import Engine, LogitRows
+from ddtree_trt.runtime.decoding.loop import PromptChunk, decode_round, prefill
+from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import StageClock
 
@@ -87,22 +86,38 @@ class Scheduler:
         self._steps += 1
         self._admit()
         advanced: list[Sequence] = []
-        # A constraint that takes long to compile keeps nobody waiting but its own sequence.
-        ready = [s for s in self.prefilling if s.sampler.prepare()]
-        if ready or (self.prefilling and not self.running):
-            advanced += self._guard([*ready, *self.prefilling][:1], self._prefill_chunk)
+        chunks = self._chunks()
+        if not self.engine.mixes:
+            for chunk in chunks:
+                advanced += self._guard([chunk.sequence], partial(prefill, self.engine, chunk, self.clock))
+            chunks = []
+            self._sweep()  # a sequence is running, or has ended, with its first token
         for on_device in (True, False):
-            # The prefill may have ended a sequence.
-            running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
-            if running:
-                advanced += self._guard(running, lambda s: decode_round(self.engine, s, self.clock))
+            running = [s for s in self.running if s.route.on_device is on_device]
+            beside = [] if on_device else chunks
+            if running or beside:
+                work = partial(decode_round, self.engine, running, self.clock, beside)
+                advanced += self._guard([*running, *(chunk.sequence for chunk in beside)], work)
         self._sweep()
         return advanced
 
-    def _guard(self, sequences: list[Sequence], work: Callable[[list[Sequence]], None]) -> list[Sequence]:
+    def _chunks(self) -> list[PromptChunk]:
+        """What the next pass takes of prompts: a chunk of one, or as much of several where the engine mixes them. A
+        constraint that takes long to compile keeps nobody waiting but its own sequence."""
+        ready = [s for s in self.prefilling if s.sampler.prepare()]
+        if not ready and not self.running:
+            ready = [*self.prefilling][:1]
+        chunks, room = list[PromptChunk](), self.engine.manifest.limits.prefill_chunk
+        for s in ready if self.engine.mixes else ready[:1]:
+            if room:
+                chunks.append(PromptChunk(s, self.engine, room))
+                room -= len(chunks[-1].token_ids)
+        return chunks
+
+    def _guard(self, sequences: list[Sequence], work: Callable[[], None]) -> list[Sequence]:
         """Run `work`; an exception ends these sequences, and no others, and empties their slots."""
         try:
-            work(sequences)
+            work()
         except BaseException as error:
             # At Ctrl-C too: interrupted work cannot be resumed.
             for s in sequences:
@@ -115,7 +130,7 @@ class Scheduler:
         seconds = self.clock.take()
         for s in sequences:
             for stage, spent in seconds.items():
-                s.metrics.stage_s[stage] += spent
+                s.metrics.stage_s["prefill" if s in self.prefilling else stage] += spent
         return sequences
 
     def _admit(self) -> None:
@@ -154,30 +169,12 @@ class Scheduler:
             held, shared = max(held - 1, 0), max(shared - 1, 0)
         return min(held, shared, len(sequence.prompt) - 1)  # the last token is always computed, for its logits
 
-    def _prefill_chunk(self, sequences: list[Sequence]) -> None:
-        (s,) = sequences
-        assert s.slot is not None
-        start = self.engine.length(s.slot)
-        chunk = s.prompt[start : start + self.engine.manifest.limits.prefill_chunk]
-        last = start + len(chunk) == len(s.prompt)
-        rows: LogitRows = "all" if s.params.prompt_logprobs is not None else "last" if last else "none"
-        with self.clock("prefill"):
-            verdict = self.engine.prefill(s.slot, np.array(chunk, np.int64), rows=rows, taps=s.drafts)
-            if s.params.prompt_logprobs is not None:
-                following = s.prompt[start + 1 : start + 1 + len(chunk)]
-                for row, token in zip(np.asarray(verdict.logits), following, strict=False):
-                    s.prompt_logprobs.append(logprob(row, token, s.params.prompt_logprobs))
-            if last:
-                self.prefilling.remove(s)
-                self.running.append(s)
-                logits = verdict.logits[-1]
-                s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)
-
     def _sweep(self) -> None:
-        """Take finished sequences out of every queue and free their slots, which keep their caches."""
+        """Let sequences run that have their first token, take finished ones out of every queue and free their slots,
+        which keep their caches."""
         self.waiting = deque(s for s in self.waiting if not s.finished)
-        self.prefilling = deque(s for s in self.prefilling if not s.finished)
-        self.running = [s for s in self.running if not s.finished]
+        self.running = [s for s in (*self.running, *self.prefilling) if s.output and not s.finished]
+        self.prefilling = deque(s for s in self.prefilling if not s.output and not s.finished)
         for index, slot in enumerate(self._slots):
             if slot.user is not None and slot.user.finished:
                 # A stop string may have removed tokens that are in the cache: only listed tokens are reused.

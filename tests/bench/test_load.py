@@ -20,7 +20,7 @@ from serving import ThreadServer, thread_server
 from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.__main__ import main as workbench_main
 from workbench.load import LoadSettings, poisson_arrivals, run_load
-from workbench.load.client import Sent
+from workbench.load.client import Sent, _note
 from workbench.load.report import Level, LoadResult, Run, draw, figures, text
 
 SHORT: dict[str, Any] = {"requests": 6, "max_tokens": 12, "limit": 4}
@@ -110,6 +110,26 @@ def test_a_server_that_cannot_be_measured(status: int, body: bytes, message: str
     assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(DDTreeError, match=r"no model is served at .*; is it up\?"):
         run_load(LoadSettings(concurrency=(1,)), url)  # it has ended
+
+
+def test_pauses_beside_long_prompts_are_told_in_chunks(server: ThreadServer) -> None:
+    settings = LoadSettings(concurrency=(2,), methods=("ar",), long=600, **SHORT)
+    before = server.figures()["vllm:prompt_tokens_total"]
+    result = run_load(settings, server.url)
+    (run,) = result.runs
+    assert server.figures()["vllm:prompt_tokens_total"] - before > 2 * 600, "alone, and beside the others"
+    assert run.chunk_s and 0 < run.longest_gap_s < run.seconds and len(run.answered) == 6
+    assert figures(run)["longest_gap_s"] == max(s.gap_s or 0 for s in run.sent)
+    assert f"{run.longest_gap_s / run.chunk_s:.1f} times a chunk" in text(result)
+    with pytest.raises(DDTreeError, match="refused a request with method ar: HTTP 400"):
+        run_load(replace(settings, long=1_000_000), server.url)
+
+
+def test_the_longest_gap_is_between_texts() -> None:
+    marks: dict[str, Any] = {}
+    for at, delta in ((1.0, "a"), (1.5, "b"), (1.6, ""), (3.5, "c"), (4.0, "d")):
+        _note({"choices": [{"delta": {"content": delta}}]}, at, marks)
+    assert marks == {"first_s": 1.0, "last_s": 4.0, "gap_s": 2.0}
 
 
 def test_refused_requests_are_counted() -> None:

@@ -99,17 +99,37 @@ def failing(engine: ScriptedEngine, verb: str) -> None:
 # Together
 
 
+def test_chunks_of_prompts_are_in_the_pass_of_a_round_up_to_their_size() -> None:
+    engine = make()
+    engine.mixes = True
+    scheduler = Scheduler(engine)
+    completions = [
+        completion(engine, prompt(i, size), SamplingParams(max_tokens=9)) for i, size in enumerate((2, 3, 4, 20))
+    ]
+    for c in (completions[:1], completions[1:]):
+        for each in c:
+            scheduler.add(each)
+        engine.calls.clear()
+        scheduler.step()
+    assert [call.slots for call in engine.calls if call.verb == "verify"] == [(0, 1, 2, 3)]
+    assert [engine.length(slot) for slot in (1, 2, 3)] == [3, 4, CHUNK - 3 - 4]
+    assert [len(c.output) for c in completions[1:]] == [1, 1, 0] and len(completions[0].output) > 1
+    assert completions[3].metrics.stage_s["prefill"] > 0 and not completions[3].metrics.stage_s["verify"]
+
+
 @given(
     arrivals=st.lists(st.integers(0, 12), min_size=len(MIXED), max_size=len(MIXED)),
     leaves=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=len(MIXED), max_size=len(MIXED)),
     slots=st.integers(1, 6),
     order=st.permutations(range(len(MIXED))),
+    mixes=st.booleans(),
 )
 @settings(max_examples=60)
 def test_no_schedule_and_no_cancellation_changes_what_another_says(
-    arrivals: list[int], leaves: list[int | None], slots: int, order: list[int]
+    arrivals: list[int], leaves: list[int | None], slots: int, order: list[int], mixes: bool
 ) -> None:
     engine = make(slots)
+    engine.mixes = mixes
     scheduler = Scheduler(engine)
     completions = [completion(engine, *request) for request in MIXED]
     for step in range(10_000):
@@ -296,12 +316,14 @@ class Breaking(MarkovTarget):
         return logits
 
 
-def test_logits_that_are_not_finite_end_their_sequence_only() -> None:
+@pytest.mark.parametrize("mixes", [False, True])
+def test_logits_that_are_not_finite_end_their_sequence_only(mixes: bool) -> None:
     asked = ([1, 2], SamplingParams(max_tokens=6))
     (expected,) = generate(make(), *asked)
     bad = next(t for t in range(7) if t not in [1, 2, *expected])
     target = Breaking(bad)
     engine = ScriptedEngine(target, Useless(7))  # its trees do not come upon the bad token's row by themselves
+    engine.mixes = mixes
     sound = completion(engine, *asked)
     biased = completion(engine, [1, 2], SamplingParams(max_tokens=20, logit_bias={bad: 100.0}))
     prefilled = completion(engine, [1, bad], SamplingParams(max_tokens=20))

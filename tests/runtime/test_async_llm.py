@@ -177,22 +177,6 @@ async def test_a_wrong_call_is_refused_before_it_reaches_the_engine(llm: AsyncLL
     await complete(llm, PROMPTS[0], SamplingParams(max_tokens=2), "twice")
 
 
-async def test_a_pass_that_fails_ends_its_requests_and_no_later_ones(llm: AsyncLLM) -> None:
-    verify, failing = llm.engine.verify, True
-
-    def sometimes(requests: Any) -> Any:
-        if failing:
-            raise EngineError("scripted failure")
-        return verify(requests)
-
-    llm.engine.verify = sometimes  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="scripted failure"):
-        await complete(llm, PROMPTS[0], SamplingParams(max_tokens=20, n=3, temperature=1))
-    failing = False
-    assert (await complete(llm, PROMPTS[0], SamplingParams(max_tokens=20))).finished
-    assert llm.failure is None and llm.running == 0
-
-
 async def test_nobody_waits_for_a_worker_that_died(llm: AsyncLLM) -> None:
     submission = llm.submit(PROMPTS[0], LONG)
 

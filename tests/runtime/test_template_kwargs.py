@@ -97,11 +97,6 @@ def test_what_the_template_never_looks_at(llm: LLM, given: Any, message: str) ->
         assert message in str(caught.value) and str(caught.value).isprintable()
 
 
-def test_a_value_that_json_cannot_hold(llm: LLM) -> None:
-    with pytest.raises(UsageError, match="template variables must hold what JSON can"):
-        llm.generate(CHAT, PARAMS, chat_template_kwargs={"words": {1, 2}})
-
-
 @pytest.mark.parametrize("prompt", ["t5", [5, 7], [[5], [7]]])
 def test_a_prompt_without_a_template_takes_none(llm: LLM, prompt: Any) -> None:
     with pytest.raises(

@@ -162,11 +162,6 @@ def test_wrong_parameters_are_refused_by_name(
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
-def test_one_request_may_not_fill_more_than_the_queue(guarded: ThreadServer) -> None:
-    response = guarded.http.post(COMPLETIONS, json={"prompt": ["x"] * 5, "n": 3})
-    assert response.status_code == 400 and "15 completions in one request; at most 12" in response.text
-
-
 @pytest.mark.parametrize(
     ("content", "code"),
     [
@@ -232,12 +227,8 @@ def test_refusals_reach_the_official_client_as_its_exceptions(client: openai.Ope
     with pytest.raises(openai.BadRequestError) as error:
         chats.create(model="tiny", messages=hello, temperature=-1)
     assert error.value.param == "temperature" and error.value.code == "invalid_value"
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        chats.create(model="tiny", messages=hello, tools=[])
     with pytest.raises(openai.BadRequestError, match="top_k"):  # a stream is refused before it begins
         client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"top_k": -1})
-    with pytest.raises(openai.BadRequestError, match="use chat_template_kwargs, such as"):
-        chats.create(model="tiny", messages=hello, reasoning_effort="low")
     with pytest.raises(openai.NotFoundError, match="no Responses API; use POST /v1/chat/completions"):
         client.responses.create(model="tiny", input="x")
     with pytest.raises(openai.NotFoundError) as missing:

@@ -5,8 +5,9 @@
 
 Closed loop (--concurrency): so many clients, each of which sends its next request when the last one is answered. Open
 loop (--rate): requests arrive independently of each other (Poisson), whether or not others have been answered. Every
-level runs with each method, asked of the same server request by request; `default` names none. The server's key is read
-from DDTREE_API_KEY or OPENAI_API_KEY.
+level runs with each method, asked of the same server request by request; `default` names none. With --long 2000 one
+more client sends prompts of so many tokens, one after another: the longest pause of a stream is told in chunks of such
+a prompt, timed alone. The server's key is read from DDTREE_API_KEY or OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_environment
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
@@ -40,6 +43,7 @@ from workbench.options import Json, Plot, integers, numbers
 from workbench.server import started_server
 
 DEFAULT_METHOD, BASELINE = "default", "ar"
+CHUNK = Limits.prefill_chunk
 _Send = Callable[[int, float, float], Awaitable[Sent]]  # number of the request, its time, the level's start
 
 
@@ -54,6 +58,7 @@ class LoadSettings:
     prompts: tuple[str, ...] = option((TINY,), "As in ddtree-trt bench; repeatable.", "FILE")
     limit: int | None = option(None, "Prompts per set, evenly spaced. Default: all.")
     max_tokens: int = option(128, "New tokens of a request.")
+    long: int | None = option(None, "Tokens of long prompts that one more client sends beside each level.", "N")
     temperature: float = option(0.0, "Of every request.", "T")
     seed: int = option(0, "Of the arrivals, the order of prompts and the requests.")
 
@@ -89,17 +94,30 @@ async def _measure(settings: LoadSettings, url: str, prompts: list[BenchPrompt],
     async with Client(url, key) as client:
         model = await client.model()
 
-        async def ask(method: str, number: int, due_s: float, started: float) -> Sent:
+        async def ask(
+            method: str, number: int, due_s: float, started: float, prompt: BenchPrompt | None = None, **more: Any
+        ) -> Sent:
             fields = {"model": model, "max_tokens": settings.max_tokens, "temperature": settings.temperature}
-            fields |= {"seed": settings.seed + number}
+            fields |= {"seed": settings.seed + number, **more}
             if method != DEFAULT_METHOD:
                 fields["method"] = method
-            return await client.send(prompts[number % len(prompts)], fields, due_s, started)
+            return await client.send(prompt or prompts[number % len(prompts)], fields, due_s, started)
 
+        ids = np.random.default_rng(settings.seed)
+
+        async def ask_long(method: str) -> Sent:
+            prompt = BenchPrompt("long", "long", ids.integers(100, 1000, settings.long).tolist())
+            return await ask(method, 0, 0.0, time.perf_counter(), prompt, max_tokens=1)
+
+        chunks: dict[str, float | None] = {}
         for method in settings.methods:  # not measured: the first request of a kind takes longer
             warm = await ask(method, 0, 0.0, time.perf_counter())
-            if warm.error is not None:
-                raise DDTreeError(f"{client.url} refused a request with method {method}: {warm.error}")
+            begun = time.perf_counter()
+            long = await ask_long(method) if settings.long else warm
+            spent = time.perf_counter() - begun
+            if (error := warm.error or long.error) is not None:
+                raise DDTreeError(f"{client.url} refused a request with method {method}: {error}")
+            chunks[method] = spent / math.ceil(settings.long / CHUNK) if settings.long else None
         for place, level in enumerate(settings.levels):
             # In turn the first: what a level leaves in the server's caches is not always one method's.
             for method in settings.methods if place % 2 == 0 else reversed(settings.methods):
@@ -109,7 +127,17 @@ async def _measure(settings: LoadSettings, url: str, prompts: list[BenchPrompt],
                     progress("requests", next(done), total)
                     return sent
 
-                runs.append(await _run(settings, level, method, send))
+                async def disturb(method: str = method) -> None:
+                    while settings.long:
+                        if error := (await ask_long(method)).error:
+                            raise DDTreeError(f"{client.url} refused a long prompt with method {method}: {error}")
+
+                beside = asyncio.create_task(disturb())
+                run = await _run(settings, level, method, send)
+                if beside.done():
+                    await beside
+                beside.cancel()
+                runs.append(replace(run, chunk_s=chunks[method]))
     runs.sort(key=lambda run: (settings.levels.index(run.level), settings.methods.index(run.method)))
     return LoadResult(client.url, model, describe_environment(), tuple(runs))
 

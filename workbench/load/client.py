@@ -23,6 +23,7 @@ class Sent:
     due_s: float  # when it was to be sent; later times count from here, so a client that is late is no better off
     first_s: float | None = None  # first text
     last_s: float | None = None  # last text
+    gap_s: float | None = None  # longest time between two texts
     tokens: int = 0  # by the server's count
     rounds: int = 0  # of speculative decoding that verified drafts, where the server reports it
     accepted: int = 0  # draft tokens accepted in them
@@ -112,6 +113,8 @@ def _note(event: dict[str, Any], now_s: float, marks: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
             marks.setdefault("first_s", now_s)
+            if "last_s" in marks:
+                marks["gap_s"] = max(marks.get("gap_s", 0.0), now_s - marks["last_s"])
             marks["last_s"] = now_s
     if usage := event.get("usage"):
         stats = (event.get("metrics") or {}).get("speculative_decoding") or {}

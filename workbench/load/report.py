@@ -14,12 +14,12 @@ from ddtree_trt.bench.report import require_matplotlib, table
 from workbench.load.client import Sent
 
 PERCENTILES = (50, 90, 99)
-LATENCIES = ("first_token_s", "per_token_s", "whole_s")
+LATENCIES = ("first_token_s", "per_token_s", "gap_s", "whole_s")
 LEGEND = (
     "p50 / p90 / p99 of the answered requests, as their clients saw them; a request of an open loop counts from the "
     "time it was due. τ: tokens of a round that verified drafts."
 )
-_FIGURES = ["tokens/s", "over ar", "requests/s", "first token ms", "per token ms", "whole ms", "τ", "answered"]
+_FIGURES = "tokens/s,over ar,requests/s,first token ms,per token ms,longest gap ms,whole ms,τ,answered".split(",")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Run:
     method: str
     seconds: float  # from the first request's time to the last answer's end
     sent: tuple[Sent, ...]
+    chunk_s: float | None = None  # what a chunk of a long prompt took alone, where such prompts were sent beside these
 
     @property
     def answered(self) -> list[Sent]:
@@ -61,6 +62,11 @@ class Run:
         says nothing of it."""
         rounds = sum(s.rounds for s in self.answered)
         return 1 + sum(s.accepted for s in self.answered) / rounds if rounds else None
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Of all streams."""
+        return max((s.gap_s for s in self.answered if s.gap_s is not None), default=0.0)
 
     @property
     def errors(self) -> dict[str, int]:
@@ -93,6 +99,8 @@ def figures(run: Run) -> dict[str, Any]:
         "output_tokens_per_s": run.tokens_per_s,
         "requests_per_s": len(run.answered) / run.seconds,
         "acceptance_length": run.acceptance_length,
+        "longest_gap_s": run.longest_gap_s,
+        "chunk_s": run.chunk_s,
         **{name: run.latency(name) for name in LATENCIES},
     }
 
@@ -103,6 +111,12 @@ def text(result: LoadResult) -> str:
     notes = [
         f"{result.model} at {result.url}",
         f"client on {env['machine']}, load {env['load_1min']} at the end; ddtree-trt {env['version']}",
+        *(
+            f"{r.level}, {r.method}: beside long prompts no stream paused longer than {1000 * r.longest_gap_s:.0f} ms, "
+            f"{r.longest_gap_s / r.chunk_s:.1f} times a chunk of {1000 * r.chunk_s:.0f} ms"
+            for r in result.runs
+            if r.chunk_s
+        ),
         *(f"{r.level}, {r.method}: {count} × {error}" for r in result.runs for error, count in r.errors.items()),
     ]
     rows = table(["load", "method", *_FIGURES], _lines(result))
@@ -119,7 +133,7 @@ def _lines(result: LoadResult) -> Iterable[list[str]]:
             f"{run.tokens_per_s:.0f}",
             "–" if not base else f"{run.tokens_per_s / base:.2f}×",
             f"{len(run.answered) / run.seconds:.2f}",
-            *(_milliseconds(run.latency(name), digits) for name, digits in zip(LATENCIES, (0, 2, 0), strict=True)),
+            *(_milliseconds(run.latency(name), digits) for name, digits in zip(LATENCIES, (0, 2, 0, 0), strict=True)),
             "–" if length is None else f"{length:.2f}",
             f"{len(run.answered)}/{len(run.sent)}",
         ]
@@ -150,8 +164,8 @@ def draw(result: LoadResult, path: Path) -> None:
                 for place, style in enumerate(("-", "--", ":")):
                     times = [None if (found := run.latency(name)) is None else 1000 * found[place] for run in mine]
                     axis.plot(loads, times, style, color=line.get_color(), label=f"{method} p{PERCENTILES[place]}")
-        for axis, title in zip(row, ("tokens/s", "first token, ms", "per token, ms", "whole request, ms"), strict=True):
-            axis.set_title(title)
+        for axis, title in zip(row, ("tokens/s", *(f"{name[:-2]}, ms" for name in LATENCIES)), strict=True):
+            axis.set_title(title.replace("_", " "))
             axis.set_xlabel(label)
             axis.set_xscale("log", base=2)
             axis.legend(fontsize=7)

@@ -79,8 +79,12 @@ class AutoregressiveDrafter(Drafter):
     def _extend(self, chains: Sequence[_Chain]) -> Sequence[NDArray[np.float32]]:
         """Append the tokens of chains to their caches: of each the last one's logits [V]."""
         arrays = [np.array(chain.tokens, np.int64) for chain in chains]
-        requests = [VerifyRequest(c.request.slot, token_chain(ids)) for c, ids in zip(chains, arrays, strict=True)]
-        logits = self._model.extend(requests)
+        logits = self._model.extend(
+            [
+                VerifyRequest(chain.request.slot, token_chain(ids), rows="last")
+                for chain, ids in zip(chains, arrays, strict=True)
+            ]
+        )
         for chain in chains:
             self._contexts[chain.request.slot].cached += chain.tokens
         return logits

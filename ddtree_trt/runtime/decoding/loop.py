@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, Decision, RoundPlan, SlotInput
 from ddtree_trt.runtime.decoding.methods import Proposal
-from ddtree_trt.runtime.decoding.sampling import Row
+from ddtree_trt.runtime.decoding.sampling import Row, logprob
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
     Engine,
+    LogitRows,
     RoundRequest,
     RoundResult,
     Verdict,
@@ -28,7 +29,7 @@ from ddtree_trt.runtime.engines.base import (
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
 from ddtree_trt.runtime.structured.matcher import allowed_part, with_spare
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, token_chain, walk
 
 Path = NDArray[np.int32]
 NOTHING = Proposal(EMPTY)
@@ -48,14 +49,63 @@ class Round:
 Watcher = Callable[[Round], None]
 
 
-class _SlotRound:
-    """One sequence's share of a round."""
+class _Part:
+    """One sequence's part in a pass."""
 
     def __init__(self, sequence: Sequence, engine: Engine) -> None:
         assert sequence.slot is not None, "a sequence is decoded only while it holds a slot"
         self.sequence = sequence
         self.slot = sequence.slot
         self.past = engine.length(self.slot)
+
+    def __enter__(self) -> None:
+        """Begin a block whose exceptions end this sequence only; the others continue."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.sequence.abort(error)
+        return isinstance(error, Exception)
+
+
+class PromptChunk(_Part):
+    """The next tokens of a sequence's prompt, in a pass of their own or beside the trees of a round."""
+
+    def __init__(self, sequence: Sequence, engine: Engine, most: int) -> None:
+        """`most`: most tokens [T] of it."""
+        super().__init__(sequence, engine)
+        prompt, end = sequence.prompt, min(self.past + most, len(sequence.prompt))
+        self.token_ids = np.array(prompt[self.past : end], np.int64)
+        self._following = prompt[self.past + 1 : end + 1]
+        self._last = end == len(prompt)
+
+    @property
+    def rows(self) -> LogitRows:
+        """Those of its logits that are needed."""
+        return "all" if self.sequence.params.prompt_logprobs is not None else "last" if self._last else "none"
+
+    def verify_request(self) -> VerifyRequest:
+        return VerifyRequest(self.slot, token_chain(self.token_ids), rows=self.rows)
+
+    def walk(self, verdict: Verdict) -> None:
+        """Keep the log-probabilities that are asked for, and emit the first token behind the whole prompt."""
+        s, wanted = self.sequence, self.sequence.params.prompt_logprobs
+        with self:
+            if wanted is not None:
+                for row, token in zip(np.asarray(verdict.logits), self._following, strict=False):
+                    s.prompt_logprobs.append(logprob(row, token, wanted))
+            if self._last:
+                logits = verdict.logits[-1]
+                s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)
+
+    def commit(self, engine: Engine) -> None:
+        engine.commit(self.slot, np.arange(len(self.token_ids), dtype=np.int32), taps=self.sequence.drafts)
+
+
+class _SlotRound(_Part):
+    """One sequence's share of a round."""
+
+    def __init__(self, sequence: Sequence, engine: Engine) -> None:
+        super().__init__(sequence, engine)
         self.root_token = sequence.bonus_token
         self.ceiling = 0  # most nodes to draft
         self.decision: Decision | None = None  # why the tree has its size; None for a fixed budget
@@ -77,14 +127,6 @@ class _SlotRound:
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
         return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise.target_seed)
-
-    def __enter__(self) -> None:
-        """Begin a block whose exceptions end this sequence only; the others continue."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self.sequence.abort(error)
-        return isinstance(error, Exception)
 
     def propose(self, draft: Draft) -> None:
         s = self.sequence
@@ -110,6 +152,9 @@ class _SlotRound:
         matcher = self.sequence.sampler.matcher
         assert matcher is not None, "only constrained sequences ask"
         return allowed_part(tree, matcher)
+
+    def verify_request(self) -> VerifyRequest:
+        return VerifyRequest(self.slot, compile_tree(self.root_token, self.proposal.tree))
 
     def take(self, result: RoundResult, engine: Engine) -> None:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
@@ -143,11 +188,23 @@ class _SlotRound:
             s.on_round(Round(self.root_token, self.proposal.tree, path, s.bonus_token, self.decision))
 
 
-def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
+    """Advance a prompt by a chunk, in a pass of its own."""
+    with clock("prefill"):
+        taps = chunk.sequence.drafts
+        chunk.walk(engine.prefill(chunk.slot, chunk.token_ids, rows=chunk.rows, taps=taps))
+
+
+def decode_round(
+    engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: Iterable[PromptChunk] = ()
+) -> None:
     """Advance sequences by one round, in the same passes. All of them run on the device, or all by stages; each holds a
-    slot and has a bonus token that is not yet in the cache."""
-    one_round = _round_on_device if sequences[0].route.on_device else _round_by_stages
-    one_round(engine, sequences, clock)
+    slot and has a bonus token that is not yet in the cache. `chunks`: prompts of other slots, advanced in the same pass
+    of an engine that mixes them with trees."""
+    if sequences and sequences[0].route.on_device:
+        _round_on_device(engine, sequences, clock)
+    else:
+        _round_by_stages(engine, sequences, clock, list(chunks))
 
 
 def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
@@ -168,7 +225,7 @@ def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageCloc
             each.take(result, engine)
 
 
-def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: list[PromptChunk]) -> None:
     start = time.perf_counter()
     with clock("draft"):
         slot_rounds, budgets = _by_slot(engine, sequences)
@@ -187,16 +244,19 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
             each.decision = decision
 
     with clock("tree_compile"):
-        requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.proposal.tree)) for each in slot_rounds]
+        parts: list[_SlotRound | PromptChunk] = sorted([*slot_rounds, *chunks], key=lambda part: part.slot)
+        requests = [part.verify_request() for part in parts]
 
     with clock("verify"):
-        for each, verdict in zip(slot_rounds, engine.verify(requests), strict=True):
-            each.walk(verdict)
+        for part, verdict in zip(parts, engine.verify(requests), strict=True):
+            part.walk(verdict)
 
     with clock("commit"):
-        for each in slot_rounds:
-            each.commit(engine)
-    budgets.took(drafted - start, time.perf_counter() - drafted, max(len(each.proposal.tree) for each in slot_rounds))
+        for part in parts:
+            part.commit(engine)
+    if not chunks:  # whose rows take time, too
+        widest = max(len(each.proposal.tree) for each in slot_rounds)
+        budgets.took(drafted - start, time.perf_counter() - drafted, widest)
 
     for each in slot_rounds:  # what watchers do is no part of a stage
         each.show()

@@ -8,7 +8,7 @@ is shared between slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -59,7 +59,13 @@ class Draft:
 @dataclass(frozen=True)
 class VerifyRequest:
     slot: int
-    tree: TokenTree
+    tree: TokenTree  # or, where the engine mixes passes, a chunk of a prompt: a chain
+    rows: LogitRows = field(default="all", kw_only=True)  # of a tree always all
+
+    @property
+    def first_row(self) -> int:
+        """The first of the T rows whose logits are asked for; T for none."""
+        return {"all": 0, "last": len(self.tree) - 1, "none": len(self.tree)}[self.rows]
 
 
 class Rows(Protocol):
@@ -123,6 +129,10 @@ class Engine(Protocol):
         """Rounds that stay on the device; None where the engine has none."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether `verify` takes chunks of prompts beside trees; where it does not, `prefill` makes passes of them."""
+
+    @property
     def exact(self) -> bool:
         """Whether a row's results have the same bits in every pass, whatever the tree and the other slots."""
 
@@ -145,7 +155,8 @@ class Engine(Protocol):
         [bonus, MASK × L]."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        """One target pass over each slot's tree; logits for all T nodes. Nothing is committed yet."""
+        """One target pass over each slot's tree; logits for all T nodes, or those asked for of a chunk. Nothing is
+        committed yet."""
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""

@@ -289,7 +289,7 @@ class Remembering:
     seconds. A drafter that draws is asked anew every time.
     """
 
-    threads, rounds, buckets, exact = 1, None, None, False
+    threads, rounds, buckets, exact, mixes = 1, None, None, False, False
 
     def __init__(self, engine: Engine, lies: str) -> None:
         self.manifest = engine.manifest

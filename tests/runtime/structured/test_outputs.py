@@ -33,20 +33,6 @@ def outputs(llm: LLM, structured: StructuredOutput, **params: Any) -> list[Compl
     return llm.generate([PROMPT], given)[0].outputs
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("method", ["ddtree", "dflash"])
-def test_an_object_of_a_schema(llm: LLM, method: str, temperature: float) -> None:
-    common = {"temperature": temperature, "n": 2 if temperature else 1}
-    structured = StructuredOutput(json_schema=SCHEMA)
-    expected = outputs(llm, structured, method="ar", **common)
-    budget = 16 if method == "ddtree" else "auto"
-    found = outputs(llm, structured, method=method, tree_budget=budget, **common)
-    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
-    for output in found:
-        assert output.finish_reason == "stop"
-        jsonschema.validate(json.loads(output.text), SCHEMA)
-
-
 TAG = {"begin": "<call>\n", "schema": SCHEMA, "end": "\n</call>"}
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "[0-9]{2,5} cards\\."}, "[0-9]{2,5} cards\\."),
@@ -100,13 +86,6 @@ def test_the_end_of_the_text_comes_before_other_limits(llm: LLM) -> None:
     assert (found.text, found.finish_reason) == ("ab", "stop")
     (longer,) = outputs(llm, StructuredOutput(regex="a*"), min_tokens=5, max_tokens=40)
     assert set(longer.text) == {"a"} and len(longer.token_ids) >= 5
-
-
-def test_a_prompt_whose_beginning_is_cached_gives_the_same(llm: LLM) -> None:
-    structured = StructuredOutput(json_schema=SCHEMA)
-    llm.reset_prefix_cache()
-    first, again = (outputs(llm, structured, temperature=1.0) for _ in range(2))
-    assert [o.token_ids for o in first] == [o.token_ids for o in again]
 
 
 HOSTILE = [

@@ -57,6 +57,7 @@ class ScriptedEngine:
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
     exact = False
+    mixes = False
 
     def __init__(
         self,
@@ -96,11 +97,9 @@ class ScriptedEngine:
         size = len(token_ids)
         assert token_ids.dtype == np.int64
         assert 0 < size <= self.manifest.limits.prefill_chunk
-        tree = token_chain(token_ids)
-        (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
+        (verdict,) = self._pass("prefill", [VerifyRequest(slot, token_chain(token_ids), rows=rows)])
         self._keep(slot, np.arange(size), taps)
-        first = {"all": 0, "last": size - 1, "none": size}[rows]
-        return Verdict(verdict.choices[first:], np.asarray(verdict.logits)[first:])
+        return verdict
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -114,8 +113,8 @@ class ScriptedEngine:
         self._lent = []
         self._log(verb, [r.slot for r in requests], max(len(r.tree) for r in requests))
         verdicts = []
-        for slot, tree in ((r.slot, r.tree) for r in requests):
-            state = self._slots[slot]
+        for request in requests:
+            state, tree = self._slots[request.slot], request.tree
             assert len(tree) <= limits.max_tokens_per_pass
             assert len(state.tokens) + len(tree) <= limits.cache_rows
             assert len(state.tokens) < limits.max_seq_len
@@ -123,7 +122,8 @@ class ScriptedEngine:
             choices = logits.argmax(1)
             state.tree = tree
             self._lent += [logits, choices]
-            verdicts.append(Verdict(choices, logits))
+            first = request.first_row
+            verdicts.append(Verdict(choices[first:], logits[first:]))
         return verdicts
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:

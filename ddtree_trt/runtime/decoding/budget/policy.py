@@ -184,8 +184,8 @@ class RoundPlan:
         self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
         self._gaining: list[int] = []  # those from whose drafts gain is expected; the others probe
-        budget = slots[0].budget
-        if len(slots) == 1 and isinstance(budget, AutoBudget) and budget.rest > 0:
+        budget = slots[0].budget if len(slots) == 1 else None
+        if isinstance(budget, AutoBudget) and budget.rest > 0:
             self._nodes, self._autos, self.decisions = [0], {}, [budget.single]
             return
         self._nodes = [s.budget.nodes if s.drafts and isinstance(s.budget, FixedBudget) else 0 for s in slots]

@@ -15,7 +15,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.onnxruntime.network import Extension, OrtLanguageModel
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
@@ -33,6 +33,7 @@ class OrtEngine:
 
     rounds = None
     buckets = None
+    mixes = True
 
     def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
         self.manifest = manifest
@@ -63,22 +64,14 @@ class OrtEngine:
         self._drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        tokens = len(token_ids)
-        tree = token_chain(token_ids)
-        first = 0 if rows == "all" else tokens - 1
-        (verdict,) = self._pass([Extension(slot, tree, np.arange(first, tokens))])
-        self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
-        if rows == "none":  # the graph computes at least one row
-            return Verdict(verdict.choices[:0], np.empty((0, self.manifest.target_dims.vocab_size), np.float32))
+        (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
+        self.commit(slot, np.arange(len(token_ids), dtype=np.int32), taps=taps)
         return verdict
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        return self._pass([Extension(r.slot, r.tree, np.arange(len(r.tree))) for r in requests])
-
-    def _pass(self, extensions: Sequence[Extension]) -> list[Verdict]:
-        outputs = self._target.extend_all(extensions)
-        for extension, output in zip(extensions, outputs, strict=True):
-            self._last_passes[extension.slot] = _LastPass(extension.tree.token_ids, output.taps)
+        outputs = self._target.extend_all(requests)
+        for request, output in zip(requests, outputs, strict=True):
+            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, output.taps)
         return [Verdict(output.choices, output.logits) for output in outputs]
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:

@@ -162,15 +162,9 @@ class OrtNetwork:
 
 
 @dataclass(frozen=True)
-class Extension(VerifyRequest):
-    """A tree of T rows behind a slot's committed ones, of which `rows` [R] choose tokens."""
-
-    rows: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class Pass:
-    """The results of a pass over a tree of T rows. The arrays are overwritten by the next pass."""
+    """The results of a pass over a tree of T rows, of which R are asked for. The arrays are overwritten by the next
+    pass."""
 
     choices: NDArray[np.int64]  # [R]
     logits: NDArray[np.float32]  # [R, V]
@@ -188,30 +182,33 @@ class OrtLanguageModel(OrtNetwork):
 
     def extend(self, chains: Sequence[VerifyRequest]) -> list[NDArray[np.float32]]:
         """See `drafters.LanguageModel`."""
-        passes = self.extend_all([Extension(c.slot, c.tree, np.array([len(c.tree) - 1])) for c in chains])
+        passes = self.extend_all(chains)
         for chain in chains:
             self.cache.append(chain.slot, len(chain.tree))
-        return [each.logits[0] for each in passes]
+        return [each.logits[-1] for each in passes]
 
-    def extend_all(self, extensions: Sequence[Extension]) -> list[Pass]:
+    def extend_all(self, requests: Sequence[VerifyRequest]) -> list[Pass]:
         """Write trees behind the committed rows of distinct slots, in one pass."""
-        take, sizes = self.buffers.take, [len(e.tree) for e in extensions]
+        take, sizes = self.buffers.take, [len(r.tree) for r in requests]
         starts = [0, *accumulate(sizes)]
         token_ids = take(names.TOKEN_IDS, (1, starts[-1]), np.int64)
-        rows = take(names.ROWS, (sum(len(e.rows) for e in extensions),), np.int64)
-        np.concatenate([e.tree.token_ids for e in extensions], out=token_ids[0])
-        np.concatenate([e.rows + start for e, start in zip(extensions, starts, strict=False)], out=rows)
+        counts = [size - r.first_row for r, size in zip(requests, sizes, strict=True)]
+        rows = take(names.ROWS, (max(1, sum(counts)),), np.int64)
+        rows[-1] = starts[-1] - 1  # where none is asked for: the graph computes one at least
+        np.concatenate([r.tree.token_ids for r in requests], out=token_ids[0])
+        wanted = [np.arange(end - count, end) for end, count in zip(starts[1:], counts, strict=True)]
+        np.concatenate(wanted, out=rows[: sum(counts)])
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
         outputs, taps = {names.LOGITS: logits}, None
         if self._tap_width:
             outputs[names.TAPS] = taps = take(names.TAPS, (1, starts[-1], self._tap_width), np.float32)
-        placed = [SlotRows(e.slot, size) for e, size in zip(extensions, sizes, strict=True)]
-        parents = np.concatenate([e.tree.parents for e in extensions])
+        placed = [SlotRows(r.slot, size) for r, size in zip(requests, sizes, strict=True)]
+        parents = np.concatenate([r.tree.parents for r in requests])
         self.run(placed, {names.TOKEN_IDS: token_ids, names.ROWS: rows}, outputs, parents)
         choices, passes, first = logits.argmax(-1), list[Pass](), 0
-        for e, start, size in zip(extensions, starts, sizes, strict=False):
-            own = slice(first, first + len(e.rows))
-            tapped = None if taps is None else taps[0, start : start + size]
+        for count, start, end in zip(counts, starts, starts[1:], strict=False):
+            own = slice(first, first + count)
+            tapped = None if taps is None else taps[0, start:end]
             passes.append(Pass(choices[own], logits[own], tapped))
             first = own.stop
         return passes

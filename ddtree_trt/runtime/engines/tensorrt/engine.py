@@ -50,6 +50,7 @@ class TrtEngine:
     threads = 1
     rounds = None
     exact = False
+    mixes = False
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
         """Takes ownership of `loaded`, which `close` releases."""

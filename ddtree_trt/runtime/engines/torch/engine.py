@@ -46,6 +46,7 @@ class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
     exact = False
+    mixes = False
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision. `shard`: the part

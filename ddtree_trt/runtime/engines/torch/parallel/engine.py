@@ -62,6 +62,7 @@ class ParallelEngine:
     """
 
     exact = False
+    mixes = False
     rounds = None  # rounds on the device have no host that could lead other ranks
 
     def __init__(
