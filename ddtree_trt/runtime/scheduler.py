@@ -102,9 +102,9 @@ class Scheduler:
         return advanced
 
     def _chunks(self) -> list[PromptChunk]:
-        """What the next pass takes of prompts: a chunk of the oldest; where the engine mixes them up to half of it is for
-        others, the shortest first, which so do not wait for a long one. A constraint that takes long to compile keeps
-        nobody waiting but its own sequence."""
+        """What the next pass takes of prompts: a chunk of the oldest; where the engine mixes them up to half of it is
+        for others, the shortest first, which so do not wait for a long one. A constraint that takes long to compile
+        keeps nobody waiting but its own sequence."""
         ready = [s for s in self.prefilling if s.sampler.prepare()]
         if not ready and not self.running:
             ready = [*self.prefilling][:1]
@@ -112,8 +112,9 @@ class Scheduler:
             return []
         oldest, *others = ready if self.engine.mixes else ready[:1]
         chunks, room = list[PromptChunk](), self.engine.manifest.limits.prefill_chunk
+        kept = min(self._unread(oldest), (room + 1) // 2)
         for s in sorted(others, key=self._unread):
-            if most := room - min(self._unread(oldest), self.engine.manifest.limits.prefill_chunk // 2):
+            if most := room - kept:
                 chunks.append(PromptChunk(s, self.engine, most))
                 room -= len(chunks[-1].token_ids)
         return [PromptChunk(oldest, self.engine, room), *chunks]
