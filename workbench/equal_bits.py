@@ -29,7 +29,7 @@ from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from workbench.options import PROMPTS, Prompts
 
-BUDGETS = (1, 5, 16, 64, "auto")
+BUDGETS = (1, 5, 16, 64, 128, "auto")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from ddtree_trt.artifact.backends import BACKENDS, BackendName
 from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
-from ddtree_trt.artifact.precisions import PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
@@ -65,10 +65,11 @@ def cpu_cache_rows(limits: Limits) -> int:
     return -(-limits.cache_rows // CPU_CACHE_UNIT) * CPU_CACHE_UNIT
 
 
-def cpu_cache_bytes(head_dim: int, limits: Limits) -> int:
-    """Bytes of a key head's cache of one layer and slot on the CPU, in float32: keys, and values whose rows are padded
-    to 16."""
-    return cpu_cache_rows(limits) * (head_dim + -(-head_dim // 16) * 16) * 4
+def cpu_cache_bytes(head_dim: int, limits: Limits, precision: PrecisionName) -> int:
+    """Bytes of a key head's cache of one layer and slot on the CPU: keys, whose elements fill words of 4 bytes, and
+    values, whose rows are padded to 16."""
+    size = PRECISIONS[precision].cache_bytes
+    return cpu_cache_rows(limits) * (-(-head_dim * size // 4) * 4 + -(-head_dim // 16) * 16 * size)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
 class Precision:
     """What an engine of this precision stores and computes in."""
 
-    dtype: str  # of states, caches and weights that are not quantised, as ONNX, PyTorch and NumPy call it
+    dtype: str  # of states, caches unless `cache_bytes` differs, and weights, as ONNX, PyTorch and NumPy call it
     safetensors: str  # the same type in a safetensors header
     value_bytes: int  # of one value of that type
     # How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
@@ -29,6 +29,11 @@ class Precision:
     def half(self) -> bool:
         """Whether values have 16 bits, which are what the CUDA kernels compute in."""
         return self.value_bytes == 2
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of a value in a cache: quantised engines, whose other values are float32, have caches of bfloat16."""
+        return 2 if self.quantized else self.value_bytes
 
 
 PRECISIONS: Mapping[str, Precision] = {

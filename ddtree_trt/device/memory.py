@@ -76,11 +76,11 @@ def plan_engine(
     backend = BACKENDS[name]
     native = native or backend.attentions == ("native",)
     engine = _Engine(backend, precision, target, drafter, limits, native)
-    per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * engine.size for d in (target, drafter))
+    per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim for d in (target, drafter))
     return MemoryPlan(
         place=backend.place,
         weights_bytes=engine.weights_bytes(weights_bytes),
-        kv_bytes_per_slot=per_row * limits.cache_rows,
+        kv_bytes_per_slot=per_row * limits.cache_rows * PRECISIONS[precision].cache_bytes,
         slots=limits.max_batch,
         buffers_bytes=engine.buffers_bytes(),
         workspace_bytes=engine.workspace_bytes(),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_builds import CHATS
+from numerics import path_to, random_tree
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -26,7 +28,7 @@ CHAINS = ((2,), (5,), (9,), (17,), (33,), (129,), (1, 4, 2, 9, 17, 1, 1, 3))
 @pytest.fixture(scope="module", params=["fp32", "int8"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exact") / request.param
-    compile_engine(BuildRequest(target="tiny", output=path, precision=request.param, max_seq_len=320, max_batch=2))
+    compile_engine(BuildRequest(target="tiny", output=path, precision=request.param, max_seq_len=320))
     return path
 
 
@@ -97,6 +99,32 @@ def test_a_cache_is_used_to_its_last_row(engine: OrtEngine) -> None:
         assert engine.length(0) == length
     with pytest.raises(EngineError, match="1 more do not fit"):
         step(engine, tokens[:1], 1)
+
+
+@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 44))])
+def test_rows_beside_others_have_the_bits_of_single_tokens(directory: Path, seed: int) -> None:
+    """Rounds of 1 to 8 slots with trees of 2 to 129 nodes behind prompts in chunks, on 1 to 4 threads: the deepest path
+    of each tree, which is committed, is compared with its tokens one by one on one thread."""
+    rng, manifest = np.random.default_rng(seed), load_manifest(directory)
+    engine, alone = (OrtEngine(directory, manifest, EngineOptions(threads=t)) for t in (1 + seed % 4, 1))
+    slots = rng.permutation(8)[: rng.integers(1, 9)].tolist()
+    for slot in slots:
+        prompt = tokens_of(engine, int(rng.integers(1, 150)), int(rng.integers(1 << 30)))
+        alone.prefill(slot, prompt, rows="none", taps=False)
+        for first, end in pairwise(sorted({0, len(prompt), *rng.integers(0, len(prompt), 3).tolist()})):
+            engine.prefill(slot, prompt[first:end], rows="none", taps=False)
+    for _ in range(2):
+        trees = [random_tree(rng, int(rng.integers(2, 130)), manifest.target_dims.vocab_size) for _ in slots]
+        requests = [VerifyRequest(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
+        for request, verdict in zip(requests, engine.verify(requests), strict=True):
+            path = path_to(request.tree, int(request.tree.depths.argmax()))
+            for node in path:
+                (single,) = alone.verify([VerifyRequest(request.slot, token_chain(request.tree.token_ids[[node]]))])
+                np.testing.assert_array_equal(verdict.logits[node], single.logits[0])
+                alone.commit(request.slot, np.zeros(1, np.int32), taps=False)
+            engine.commit(request.slot, path, taps=False)
+    engine.close()
+    alone.close()
 
 
 def test_trees_give_the_bits_of_ar(directory: Path) -> None:

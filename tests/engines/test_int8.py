@@ -178,8 +178,8 @@ def test_rounding_a_weight(height: int, width: int, seed: int) -> None:
 class Errors:
     """In place of `numerics.assert_close`: the largest error of every row, in units of the expected values' scale.
 
-    A value on the border of two integers may be rounded either way, by the last bit of the sum before it. Rows where
-    that happens are few, and what they get is another rounding of the same network; all others are equal.
+    A value on the border of two integers, or of two bfloat16 of a cache, may be rounded either way, by the last bit of
+    the sum before it. Rows that see one have another rounding of the same network; those before the first are equal.
     """
 
     def __init__(self) -> None:
@@ -221,8 +221,8 @@ def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Error
     engine.close()
     engine.close()  # again is no error
     assert len(errors.rows) > 60
-    assert np.mean(np.array(errors.rows) < 1e-4) > 0.7
-    assert max(errors.rows) < 0.2
+    assert np.mean(np.array(errors.rows) < 1e-4) > 0.02
+    assert max(errors.rows) < 0.1
 
 
 def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:

@@ -15,35 +15,24 @@ def engine() -> ScriptedEngine:
     return ScriptedEngine(MarkovTarget(), Good(MarkovTarget()))
 
 
-def passes(engine: ScriptedEngine) -> list[tuple[str, int]]:
-    assert all(list(call.slots) == [0] for call in engine.calls)
-    return [(call.verb, call.tokens) for call in engine.calls]
-
-
 def test_every_size_is_verified_then_a_chunk_then_drafts(engine: ScriptedEngine) -> None:
-    drafted_from: list[int] = []
+    """In one slot after the other, which are left empty."""
+    drafted_from: list[tuple[int, int]] = []
     reports: list[tuple[str, int, int]] = []
     make_single_passes(
         engine,
         [1, 2, 8],
-        lambda slot: drafted_from.append(engine.draftable_length(slot)),
+        lambda slot: drafted_from.append((slot, engine.draftable_length(slot))),
         lambda *report: reports.append(report),
+        slots=2,
     )
     chunk = engine.manifest.limits.prefill_chunk
-    assert passes(engine) == [("verify", 8), ("verify", 2), ("verify", 1), ("prefill", chunk)]
-    assert drafted_from == [chunk]
-    assert engine.length(0) == engine.draftable_length(0) == 0
-    assert reports == [("warm up", done, 5) for done in range(1, 6)]
-
-
-def test_every_slot_is_warmed(engine: ScriptedEngine) -> None:
-    make_single_passes(engine, [1, 4], None, no_progress, slots=2)
-    chunk = engine.manifest.limits.prefill_chunk
-    expected = [
-        (slot, verb, size) for slot in (0, 1) for verb, size in (("verify", 4), ("verify", 1), ("prefill", chunk))
-    ]
-    assert [(*call.slots, call.verb, call.tokens) for call in engine.calls] == expected
-    assert engine.length(1) == 0
+    each = [("verify", 8), ("verify", 2), ("verify", 1), ("prefill", chunk)]
+    found = [(*call.slots, call.verb, call.tokens) for call in engine.calls]
+    assert found == [(slot, *made) for slot in (0, 1) for made in each]
+    assert drafted_from == [(0, chunk), (1, chunk)]
+    assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in (0, 1))
+    assert reports == [("warm up", done, 10) for done in range(1, 11)]
 
 
 def test_a_drafter_without_target_states_is_given_none(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 Floats = NDArray[np.float32]
 Rows = list[tuple[int, int, int, int, int]]  # slot, past, contexts, done, nodes
 TOLERANCE = {False: 2e-5, True: 4e-2}
+SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 64)]
 TYPES = {"query": 1, "key": 1, "value": 1, "cos": 1, "sin": 1, "slots": 7, "parents": 6, "cache": 2}
 
 
@@ -106,19 +107,19 @@ def chain(size: int) -> list[int]:
     return list(range(-1, size - 1))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), *SLOW])
 def test_trees_of_several_slots(seed: int) -> None:
     """Against NumPy; and a path alone, its nodes one by one, and what a commit of it leaves have the same bits."""
-    rng, half = np.random.default_rng(seed), seed % 2 == 1
+    rng, half, longest = np.random.default_rng(seed), seed % 2 == 1, 1200 if seed < 24 else 8192
     kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 3, 5, 8]))
-    size, rows = int(rng.choice([32, 64, 80, 96, 128, 256])), int(rng.choice([128, 640, 1280]))
-    layer = Layer(kv_heads, kv_heads * group, size, rows, half, threads=1 + seed % 3)
+    size, rows = int(rng.choice([32, 64, 80, 96, 128, 256])), int(rng.choice([192, 640, longest + 192]) // 64 * 64)
+    layer = Layer(kv_heads, kv_heads * group, size, rows, half, threads=1 + seed % 4)
 
     def made(count: int, heads: int) -> Floats:
         return rng.standard_normal((count, heads, size)).astype(np.float32)
 
-    pasts = [int(rng.choice([0, 1, 63, 64, 65, 511, 512, 513, int(rng.integers(0, 1200))])) for _ in range(3)]
-    pasts = [min(past, rows - 45) for past in pasts]
+    pasts = [int(rng.choice([0, 1, 63, 64, 65, 511, 512, 513, int(rng.integers(0, longest))])) for _ in range(3)]
+    pasts = [min(past, rows - 135) for past in pasts]
     keys, values = ([made(past, kv_heads) for past in pasts] for _ in range(2))
     for slot, past in enumerate(pasts):
         done = 0
@@ -131,7 +132,7 @@ def test_trees_of_several_slots(seed: int) -> None:
             expected = layer.truth(q, at, keys[slot][:end], values[slot][:end], np.arange(end), sees)
             np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[half])
             done = end
-    trees = [random_tree(rng, int(rng.integers(1, 42))) for _ in pasts]
+    trees = [random_tree(rng, int(rng.integers(1, rng.choice([42, 130])))) for _ in pasts]
     starts = np.cumsum([0, *map(len, trees)])
     q, k, v = made(starts[-1], layer.heads), made(starts[-1], kv_heads), made(starts[-1], kv_heads)
     before = layer.cache.copy()
@@ -140,15 +141,16 @@ def test_trees_of_several_slots(seed: int) -> None:
     after = layer.cache.copy()
     for slot, (past, tree, start) in enumerate(zip(pasts, trees, starts, strict=False)):
         own = slice(start, start + len(tree))
-        depths = np.array([len(path_to(tree, node)) - 1 for node in range(len(tree))])
-        ancestors = np.array([[n in path_to(tree, node) for n in range(len(tree))] for node in range(len(tree))])
+        paths = [path_to(tree, node) for node in range(len(tree))]
+        depths = np.array([len(path) - 1 for path in paths])
+        ancestors = np.array([np.isin(np.arange(len(tree)), path) for path in paths])
         sees = np.concatenate([np.ones((len(tree), past), bool), ancestors], axis=1)
         positions = np.concatenate([np.arange(past), past + depths])
         all_k, all_v = (np.concatenate([old[slot], new[own]]) for old, new in ((keys, k), (values, v)))
         expected = layer.truth(q[own], past + depths, all_k, all_v, positions, sees)
         np.testing.assert_allclose(found[own], expected, rtol=0, atol=TOLERANCE[half])
 
-        path = path_to(tree, int(rng.integers(len(tree))))
+        path = paths[int(rng.integers(len(tree)))]
         rows_of = [start + node for node in path]
         layer.cache[:] = before
         alone = layer.run([(slot, past, 0, 0, len(path))], chain(len(path)), q[rows_of], k[rows_of], v[rows_of])
@@ -167,19 +169,18 @@ def test_trees_of_several_slots(seed: int) -> None:
         np.testing.assert_array_equal(following[0], following[1])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), *SLOW])
 def test_blocks_behind_contexts(seed: int) -> None:
     """Of a block drafter: contexts have keys alone; a block's rows see it whole, or what is before, in windows."""
     rng, half = np.random.default_rng(seed), seed % 2 == 1
     mode, window = (MaskMode.CAUSAL, MaskMode.NONE)[seed // 2 % 2], (0, 5, 70, 200)[seed % 4]
-    layer = Layer(2, 6, 64, 640, half, threads=2, mode=mode, window=window)
+    size, heads = int(rng.choice([32, 64, 80, 96, 128, 256])), 2 * int(rng.choice([1, 2, 3, 5, 8]))
+    layer = Layer(2, heads, size, 640, half, threads=2, mode=mode, window=window)
     pasts, block = [0, 0, 0], int(rng.integers(1, 17))
-    held = [[np.empty((0, 2, 64), np.float32)] * 2 for _ in pasts]
+    held = [[np.empty((0, 2, size), np.float32)] * 2 for _ in pasts]
     for _ in range(4):
         contexts = [int(rng.integers(1, 120)) for _ in pasts]
-        q, k, v = (
-            rng.standard_normal((sum(contexts) + 3 * block, heads, 64)).astype(np.float32) for heads in (6, 2, 2)
-        )
+        q, k, v = (rng.standard_normal((sum(contexts) + 3 * block, n, size)).astype(np.float32) for n in (heads, 2, 2))
         rows: Rows = [(slot, pasts[slot], contexts[slot], 0, block) for slot in range(3)]
         found = layer.run(rows, [], q, k, v)
         first = 0
@@ -267,11 +268,24 @@ def test_compaction_refuses(change: dict[str, Any], error: type[Exception], text
     assert not GOOD["cache"].any()
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "plain"])
+@pytest.mark.parametrize("isa", ["avx512-bf16", "avx512", "avx2", "plain"])
 def test_other_instruction_sets(isa: str) -> None:
     if os.environ.get("DDTREE_CPU_ISA") or _native.attention_isa() == "plain":
         pytest.skip("this run has one instruction set")
     tests = [f"{__file__}::{name}" for name in ("test_trees_of_several_slots", "test_blocks_behind_contexts")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", "0 or 3 or 6", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "0 or 3 or 6",
+        "-m",
+        "not slow",
+        *tests,
+    ]
     done = subprocess.run(command, env={**os.environ, "DDTREE_CPU_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

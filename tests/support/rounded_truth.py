@@ -9,16 +9,33 @@ from typing import Any
 import numpy as np
 import torch
 from numerics import Truth
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from ddtree_trt.build.graph.lowering_int8 import BLOCK, LARGEST, quantize_channels
 from ddtree_trt.build.graph.rotation import rotation_matrix
 
 
+def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> tuple[Any, None]:
+    """Of [1, heads, T, D] with a cache of bfloat16, where all positions are of one unit."""
+    q, k, v = (x.bfloat16().float() for x in (query * scaling, key, value))
+    k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, v))
+    scores = q @ k.mT + mask
+    shares = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (shares.bfloat16().float() @ v / shares.sum(-1, keepdim=True)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("bfloat16", attention)
+AttentionMaskInterface.register("bfloat16", eager_mask)
+
+
 class RoundedTruth(Truth):
-    """transformers, with the stream rotated by a matrix, and the inputs and the weight of every projection rounded."""
+    """transformers, with the stream rotated by a matrix, the inputs and the weight of every projection rounded, and
+    attention in bfloat16."""
 
     def __init__(self, directory: Path, tap_layers: Any) -> None:
         super().__init__(directory, tap_layers)
+        self.model.config._attn_implementation = "bfloat16"
         network, config = self.model.model, self.model.config
         stream = torch.from_numpy(rotation_matrix(config.hidden_size))
         head = torch.from_numpy(rotation_matrix(config.head_dim))

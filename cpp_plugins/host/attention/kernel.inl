@@ -91,33 +91,47 @@ inline uint32_t rounded(float x) {
     std::memcpy(&bits, &x, 4);
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
-inline V products(V sum, U a, U b) {
-#if defined(__AVX512BF16__)
-    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    const V even = fma((V)(a << 16), (V)(b << 16), sum);
-    return fma((V)(a & 0xffff0000u), (V)(b & 0xffff0000u), even);
-#endif
-}
 
-// How a cache's elements are stored, read and multiplied. A step is a row of D (float) or a pair of them (bfloat16).
+// How a cache's elements are stored, read and multiplied. A step is a row of D (float) or a pair of them (bfloat16);
+// a factor is what a step is multiplied by.
 struct Float {
     static constexpr int PAIR = 1;
     using Word = float;
+    using Factor = float;
     static V add(V sum, V a, V b) { return fma(a, b, sum); }
     static V read(const Word* p) { return load(p); }
-    static V spread(Word x) { return all(x); }
+    static V spread(Factor x) { return all(x); }
     static void pack(const float* x, int64_t count, Word* out) { std::copy(x, x + count, out); }
+    static void factors(const float* x, int64_t count, Factor* out) { std::copy(x, x + count, out); }
 };
 struct Half {
     static constexpr int PAIR = 2;
     using Word = uint32_t;
-    static V add(V sum, U a, U b) { return products(sum, a, b); }
     static U read(const Word* p) { return load_words(p); }
-    static U spread(Word x) { return U{} + x; }
     static void pack(const float* x, int64_t count, Word* out) {
-        for (int64_t i = 0; i < count; i += 2) out[i / 2] = rounded(x[i]) | rounded(i + 1 < count ? x[i + 1] : 0) << 16;
+        for (int64_t i = 0; i < count / 2; ++i) out[i] = rounded(x[2 * i]) | rounded(x[2 * i + 1]) << 16;
+        if (count % 2) out[count / 2] = rounded(x[count - 1]);
     }
+#if defined(__AVX512BF16__)
+    using Factor = Word;
+    static V add(V sum, U a, U b) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+    static U spread(Factor x) { return U{} + x; }
+    static void factors(const float* x, int64_t count, Factor* out) { pack(x, count, out); }
+#else
+    struct Factor {
+        uint32_t bits[2];  // of floats
+    };
+    struct Both {
+        V even, odd;
+    };
+    static V add(V sum, U a, const Both& b) { return fma((V)(a & 0xffff0000u), b.odd, fma((V)(a << 16), b.even, sum)); }
+    static Both spread(const Factor& x) { return {(V)(U{} + x.bits[0]), (V)(U{} + x.bits[1])}; }
+    static void factors(const float* x, int64_t count, Factor* out) {
+        auto* bits = reinterpret_cast<uint32_t*>(out);
+        for (int64_t i = 0; i < count; ++i) bits[i] = rounded(x[i]) << 16;
+        if (count % 2) bits[count] = 0;
+    }
+#endif
 };
 
 // A head's part of a slot's cache.
@@ -163,7 +177,7 @@ struct Head {
 
 // Scores [rows, UNIT] of up to ROWS queries with the keys of a unit: each a sum over the elements in their order.
 template <class E, int N>
-void score(const typename E::Word* unit, int64_t steps, const typename E::Word* const* query, float* const* out) {
+void score(const typename E::Word* unit, int64_t steps, const typename E::Factor* const* query, float* const* out) {
     for (int64_t lane = 0; lane < UNIT; lane += LANES * VECTORS) {
         V sum[N][VECTORS] = {};
         for (int64_t i = 0; i < steps; ++i) {
@@ -182,7 +196,8 @@ void score(const typename E::Word* unit, int64_t steps, const typename E::Word* 
 // Adds to o [rows][padded] the values of steps 0 … count − 1 times their shares: each element's sum in the steps'
 // order.
 template <class E, int N, int VS, class At>
-void weigh_columns(const At& at, int64_t count, const typename E::Word* const* share, float* const* o, int64_t column) {
+void weigh_columns(const At& at, int64_t count, const typename E::Factor* const* share, float* const* o,
+                   int64_t column) {
     V sum[N][VS];
     for (int n = 0; n < N; ++n) {
         for (int v = 0; v < VS; ++v) sum[n][v] = load(o[n] + column + v * LANES);
@@ -198,7 +213,7 @@ void weigh_columns(const At& at, int64_t count, const typename E::Word* const* s
     }
 }
 template <class E, int N, class At>
-void weigh(const At& at, int64_t count, const typename E::Word* const* share, float* const* o, int64_t padded) {
+void weigh(const At& at, int64_t count, const typename E::Factor* const* share, float* const* o, int64_t padded) {
     int64_t column = 0;
     for (; column + VECTORS * LANES <= padded; column += VECTORS * LANES) {
         weigh_columns<E, N, VECTORS>(at, count, share, o, column);
@@ -272,8 +287,8 @@ struct Task {
     const Placed& slot;
     const Head<E> head;
     std::vector<Row> row;
-    std::vector<typename E::Word> query;  // [rows, steps]
-    std::vector<float> o;                 // [rows, padded]
+    std::vector<typename E::Factor> query;  // [rows, steps]
+    std::vector<float> o;                   // [rows, padded]
     std::vector<State> state;
 
     // Queries from … to − 1 of a slot, with the query heads of a key head.
@@ -295,7 +310,7 @@ struct Task {
             for (int64_t g = 0; g < group; ++g) {
                 rotate(p, p.query + ((s.first_query + t) * p.heads + kv_head * group + g) * size, position, x.data());
                 for (float& value : x) value *= scale;
-                E::pack(x.data(), size, query.data() + row.size() * head.steps);
+                E::factors(x.data(), size, query.data() + row.size() * head.steps);
                 row.push_back({first, end, straight ? end : base, node});
             }
         }
@@ -343,7 +358,9 @@ struct Task {
         float scores[N][UNIT];
         run_unit<N>(
             r, u, scores,
-            [&](float* const* out, const typename E::Word* const* q) { score<E, N>(head.unit(u), head.steps, q, out); },
+            [&](float* const* out, const typename E::Factor* const* q) {
+                score<E, N>(head.unit(u), head.steps, q, out);
+            },
             [&](int64_t step, int64_t column) {
                 return E::read(head.values + (u * UNIT / E::PAIR + step) * head.padded + column);
             });
@@ -359,7 +376,7 @@ struct Task {
         float scores[N][UNIT];
         run_unit<N>(
             r, u, scores,
-            [&](float* const* out, const typename E::Word* const* q) {
+            [&](float* const* out, const typename E::Factor* const* q) {
                 float found[N][UNIT];
                 float* each[N];
                 for (int n = 0; n < N; ++n) each[n] = found[n];
@@ -388,7 +405,7 @@ struct Task {
 
     template <int N, class Score, class At>
     void run_unit(size_t r, int64_t u, float (&scores)[N][UNIT], const Score& score_all, const At& at) {
-        const typename E::Word* q[N];
+        const typename E::Factor* q[N];
         float *out[N], *values[N];
         for (int n = 0; n < N; ++n) {
             q[n] = query.data() + (r + n) * head.steps;
@@ -398,16 +415,16 @@ struct Task {
         score_all(out, q);
         const int64_t low = u * UNIT;
         int64_t end = 0;
-        typename E::Word packed[N][UNIT / E::PAIR];
-        const typename E::Word* shares[N];
+        typename E::Factor factors[N][UNIT / E::PAIR];
+        const typename E::Factor* shares[N];
         for (int n = 0; n < N; ++n) {
             const float shrink = soften(scores[n], row[r + n].first - low, row[r + n].end - low, state[r + n]);
             if (shrink != 1.0f) {
                 for (int64_t i = 0; i < head.padded; i += LANES) store(values[n] + i, load(values[n] + i) * shrink);
             }
             end = std::max(end, std::min(UNIT, row[r + n].end - low));
-            E::pack(scores[n], UNIT, packed[n]);
-            shares[n] = packed[n];
+            E::factors(scores[n], UNIT, factors[n]);
+            shares[n] = factors[n];
         }
         // Hidden positions have share 0 and add nothing, so those at the end are left out.
         weigh<E, N>(at, (end + E::PAIR - 1) / E::PAIR, shares, values, head.padded);

@@ -31,6 +31,7 @@ BLOCK = 64  # values of an uneven row that are rotated together, or the largest 
 class Int8Graph(OnnxRuntimeGraph):
     """`OnnxRuntimeGraph` whose projections and head multiply 8-bit integers."""
 
+    precision = "int8"
     rotates = True
 
     def linear(self, x: str, key: str, make: Make, out: str, uneven: bool = False, fine: Fine | None = None) -> str:

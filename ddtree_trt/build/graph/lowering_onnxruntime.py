@@ -1,4 +1,5 @@
-"""The graphs' vocabulary lowered to ONNX Runtime: its fused norms and activations, and our attention, in float32.
+"""The graphs' vocabulary lowered to ONNX Runtime: its fused norms and activations, and our attention, in float32
+beside caches of the precision's own type.
 
 One call takes all sequences: their rows follow each other without padding, and `slots` says which are whose.
 """
@@ -10,6 +11,7 @@ import numpy as np
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, cpu_cache_bytes, cpu_cache_rows
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.build.graph.ops import Attention, Graph, Make, Shape, Table
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
@@ -22,14 +24,15 @@ class OnnxRuntimeGraph(Graph):
     """`Graph` of ONNX Runtime's fused operators and `DDTreeAttention`."""
 
     domains = (MICROSOFT, plugins.NAMESPACE)
+    precision: PrecisionName = "fp32"
 
     def table(self, table: Table) -> str:
         return self.weight(table.key, table.make)
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         self._rows = cpu_cache_rows(limits)
-        shape: Shape = [dims.num_layers, "S", dims.num_kv_heads, cpu_cache_bytes(dims.head_dim, limits)]
-        self.input(names.CACHE, "uint8", shape)
+        head_bytes = cpu_cache_bytes(dims.head_dim, limits, self.precision)
+        self.input(names.CACHE, "uint8", [dims.num_layers, "S", dims.num_kv_heads, head_bytes])
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.SLOTS, "int64", ["sequences", 5])
@@ -121,6 +124,6 @@ class OnnxRuntimeGraph(Graph):
             "window": window,
             "layer": at.layer,
             "rows": self._rows,
-            "half": 0,
+            "half": int(PRECISIONS[self.precision].cache_bytes == 2),
         }
         return self.op(plugins.ATTENTION, inputs, [out], domain=plugins.NAMESPACE, **attrs)

@@ -12,5 +12,5 @@ from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 
 def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
     """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
-    model = OrtLanguageModel(graph, manifest.drafter_dims, manifest.limits, threads)
+    model = OrtLanguageModel(graph, manifest.drafter_dims, manifest, threads)
     return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)

@@ -126,5 +126,5 @@ def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
     """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
     dims, limits = manifest.drafting.dims, manifest.limits
     widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
-    network = OrtNetwork(graph, dims, limits, threads, widths=widths)
+    network = OrtNetwork(graph, dims, manifest, threads, widths=widths)
     return BlockDrafter(network, dims, limits.prefill_chunk)

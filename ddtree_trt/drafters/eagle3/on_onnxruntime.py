@@ -73,5 +73,5 @@ def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
     """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
     dims, limits = manifest.drafting.dims, manifest.limits
     widths = {names.TAPS: dims.taps_width, names.FEATURES: dims.hidden_size, names.OUTPUTS: dims.hidden_size}
-    network = OrtEagle(graph, dims, limits, threads, widths=widths)
+    network = OrtEagle(graph, dims, manifest, threads, widths=widths)
     return EagleDrafter(network, limits.prefill_chunk, limits.max_tokens_per_pass)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, cudaError_t
-from fake_trt_engine import LIMITS, PROMPTS, Machine, generate
+from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Machine, generate
 from fake_trt_runtime import FakeContext, FakeTrt
 from kernel_reference import packed_mask
 from numerics import random_tree
@@ -21,7 +21,7 @@ from real_tensorrt import WrongCall
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.device.libraries import make_log
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.passes import pad_trees
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
@@ -101,6 +101,19 @@ def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, mon
     chunks = -(-metrics.prompt_tokens // LIMITS.prefill_chunk)
     assert more - waits == chunks + 3 * metrics.rounds
     assert any(left) and not any(nothing)
+
+
+def test_a_call_for_several_slots_waits_once(engine: TrtEngine) -> None:
+    slots, rng = range(LIMITS.max_batch), np.random.default_rng(0)
+    for slot in slots:
+        engine.prefill(slot, np.arange(5, 25 + slot), rows="none", taps=True)
+    drafts = [DraftRequest(slot, 7, 5, BLOCK - 1) for slot in slots]
+    trees = [VerifyRequest(slot, random_tree(rng, 3 + slot, 2048)) for slot in slots]
+    for call in (lambda: engine.draft(drafts), lambda: engine.verify(trees)):
+        call()  # captured
+        before = engine.waits
+        call()
+        assert engine.waits == before + 1
 
 
 def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:

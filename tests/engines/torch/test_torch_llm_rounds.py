@@ -106,41 +106,40 @@ def test_limits_and_stops_cut_inside_a_round(host: LLM, device: LLM, prompts: li
         assert host.engine.length(0) == device.engine.length(0) >= found.usage.prompt_tokens
 
 
-def test_both_kinds_share_a_batch(directory: Path, host: LLM, device: LLM, prompts: list[Any]) -> None:
-    """Of one engine's slots some decode on the device and some by stages; nobody notices."""
+@pytest.fixture
+def mixed(device: LLM, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Requests choose as on a GPU."""
+    monkeypatch.setattr(device.core.maker, "device_rounds", "auto")
+    monkeypatch.setattr(rounds_of(device), "by_default", True)
+    return monkeypatch
+
+
+def test_both_kinds_share_a_batch(host: LLM, device: LLM, prompts: list[Any], mixed: Any) -> None:
+    """Of one engine's slots some decode on the device and some by stages; nobody notices, and neither has a part in the
+    other's stage times."""
     wanted = [greedy(16), greedy(16, logprobs=1), greedy(40), greedy(8, frequency_penalty=0.3), greedy(3)]
-    expected = host.generate(prompts[:5], wanted)
-    device.core.maker.device_rounds = "auto"
-    rounds_of(device).by_default = True  # as on a GPU
-    try:
-        found = device.generate(prompts[:5], wanted)
-    finally:
-        device.core.maker.device_rounds = "on"
-        rounds_of(device).by_default = False
+    expected, found = (llm.generate(prompts[:5], wanted) for llm in (host, device))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert [o.metrics.on_device for o in found] == [True, False, True, False, True]
     assert found[1].metrics.why_host == "logprobs works on logits, which stay on the device"
+    for metrics in (output.metrics for output in found):
+        assert (metrics.stage_s["device_round"] > 0) is metrics.on_device
+        assert all((metrics.stage_s[stage] > 0) is not metrics.on_device for stage in ROUND_STAGES)
 
 
-def test_who_decodes_in_another_way_has_no_part(
-    host: LLM, device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither in stage times nor in a failure."""
-    monkeypatch.setattr(device.core.maker, "device_rounds", "auto")
-    monkeypatch.setattr(rounds_of(device), "by_default", True)
+def test_a_failing_round_ends_those_in_it(host: LLM, device: LLM, prompts: list[Any], mixed: Any) -> None:
+    """And leaves an engine that works."""
     wanted = [greedy(16), greedy(16, logprobs=1)]
-    on_device, by_stages = (output.metrics.stage_s for output in device.generate(prompts[:2], wanted))
-    assert on_device["device_round"] > 0 and not any(on_device[stage] for stage in ROUND_STAGES)
-    assert by_stages["device_round"] == 0 and all(by_stages[stage] for stage in ROUND_STAGES)
-
     parts = [device.stream(prompt, params) for prompt, params in zip(prompts, wanted, strict=False)]
     assert next(parts[0]) and next(parts[1])
-    monkeypatch.setattr(rounds_of(device), "round", lose_the_device)
-    said = [token for part in parts[1] for token in part.outputs[0].token_ids]
-    with pytest.raises(EngineError, match="the device is gone"):
-        list(parts[0])
+    with mixed.context() as patch:
+        patch.setattr(rounds_of(device), "round", lose_the_device)
+        said = [token for part in parts[1] for token in part.outputs[0].token_ids]
+        with pytest.raises(EngineError, match="the device is gone"):
+            list(parts[0])
     assert host.generate(prompts[1], wanted[1])[0].outputs[0].token_ids[-len(said) :] == said
     assert device.core.scheduler.free_slots == SLOTS
+    assert device.generate(prompts[0], greedy())[0].outputs == host.generate(prompts[0], greedy())[0].outputs
 
 
 def test_profiling_waits_for_rounds_under_way(
@@ -185,17 +184,6 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     for found, output in ((parts, expected[1]), (said, expected[2])):
         assert [t for p in found for t in p.outputs[0].token_ids] == output.outputs[0].token_ids
     assert device.core.scheduler.free_slots == SLOTS
-
-
-def test_a_failing_round_leaves_an_engine_that_works(
-    device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(rounds_of(device), "round", lose_the_device)
-        with pytest.raises(EngineError, match="the device is gone"):
-            device.generate(prompts[0], greedy())
-    assert device.core.scheduler.free_slots == SLOTS
-    assert device.generate(prompts[0], greedy())[0].outputs == host.generate(prompts[0], greedy())[0].outputs
 
 
 def test_a_sequence_may_fill_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:

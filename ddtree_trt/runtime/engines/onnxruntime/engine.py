@@ -42,9 +42,8 @@ class OrtEngine:
         weights = manifest.files[artifact.WEIGHTS].size
         threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
         self.threads = threads
-        limits, taps = manifest.limits, len(manifest.drafting.tap_layers)
-        graph = directory / artifact.TARGET_GRAPH
-        self._target = OrtLanguageModel(graph, manifest.target_dims, limits, threads, taps=taps)
+        graph, taps = directory / artifact.TARGET_GRAPH, len(manifest.drafting.tap_layers)
+        self._target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
         self._drafter = make_drafter(manifest, "onnxruntime", directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 

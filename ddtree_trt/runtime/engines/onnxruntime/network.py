@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, cpu_cache_bytes, cpu_cache_rows
+from ddtree_trt.artifact.manifest import Manifest, cpu_cache_bytes, cpu_cache_rows
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
@@ -73,12 +74,13 @@ class OrtCache(SlotLengths):
     """One network's cache: keys and values of all layers and slots, as `DDTreeAttention` stores them. The buffer never
     moves: passes append in place, compaction moves rows in place."""
 
-    def __init__(self, dims: TransformerDims, limits: Limits) -> None:
+    def __init__(self, dims: TransformerDims, manifest: Manifest) -> None:
+        limits, precision = manifest.limits, manifest.precision
         super().__init__(limits.max_batch, limits.cache_rows)
-        self._shape = (dims.head_dim, cpu_cache_rows(limits), False)
+        self._shape = (dims.head_dim, cpu_cache_rows(limits), PRECISIONS[precision].cache_bytes == 2)
         # np.zeros maps pages lazily: a slot costs memory only once tokens are written to it.
-        shape = dims.num_layers, limits.max_batch, dims.num_kv_heads, cpu_cache_bytes(dims.head_dim, limits)
-        self.buffer = np.zeros(shape, np.uint8)
+        head_bytes = cpu_cache_bytes(dims.head_dim, limits, precision)
+        self.buffer = np.zeros((dims.num_layers, limits.max_batch, dims.num_kv_heads, head_bytes), np.uint8)
 
     def compact(self, slot: int, path: NDArray[np.int32]) -> None:
         """Move the rows length + path[j] to length + j in every layer, then count them as committed."""
@@ -94,23 +96,23 @@ class OrtNetwork:
     """A session and the cache of its slots."""
 
     def __init__(
-        self, path: Path, dims: TransformerDims, limits: Limits, threads: int, *, widths: Mapping[str, int]
+        self, path: Path, dims: TransformerDims, manifest: Manifest, threads: int, *, widths: Mapping[str, int]
     ) -> None:
-        """`widths`: length of the last axis by name of input or output. Raises ArtifactError when the graph cannot be
-        loaded, or does not match `dims`."""
+        """`dims`: of this network. `widths`: length of the last axis by name of input or output. Raises ArtifactError
+        when the graph cannot be loaded, or does not match `dims`."""
         try:
             self.session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no useful base
             reason = " ".join(str(error).split())
             raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
         self.dims = dims
-        self._check_graph(path, limits, widths)
-        self.cache = OrtCache(dims, limits)
+        self._check_graph(path, manifest, widths)
+        self.cache = OrtCache(dims, manifest)
         self.buffers = _Buffers()
         self._binding = self.session.io_binding()
         self._bound: dict[str, NDArray[Any]] = {}
 
-    def _check_graph(self, path: Path, limits: Limits, widths: Mapping[str, int]) -> None:
+    def _check_graph(self, path: Path, manifest: Manifest, widths: Mapping[str, int]) -> None:
         """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it, which
         would otherwise fail in the first pass or give wrong numbers."""
         shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
@@ -119,7 +121,8 @@ class OrtNetwork:
             raise ArtifactError(
                 f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
             )
-        cache = {2: self.dims.num_kv_heads, 3: cpu_cache_bytes(self.dims.head_dim, limits)}
+        head_bytes = cpu_cache_bytes(self.dims.head_dim, manifest.limits, manifest.precision)
+        cache = {2: self.dims.num_kv_heads, 3: head_bytes}
         expected = {names.CACHE: cache} | {name: {-1: width} for name, width in widths.items()}
         for name, axes in expected.items():
             shape = shapes.get(name)
@@ -174,11 +177,11 @@ class Pass:
 class OrtLanguageModel(OrtNetwork):
     """A network with the target's graph: trees of tokens in, logits out."""
 
-    def __init__(self, path: Path, dims: TransformerDims, limits: Limits, threads: int, *, taps: int = 0) -> None:
+    def __init__(self, path: Path, dims: TransformerDims, manifest: Manifest, threads: int, *, taps: int = 0) -> None:
         """`taps` is M, the number of tapped layers."""
         self._tap_width = taps * dims.hidden_size
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
-        super().__init__(path, dims, limits, threads, widths=widths)
+        super().__init__(path, dims, manifest, threads, widths=widths)
 
     def extend(self, chains: Sequence[VerifyRequest]) -> list[NDArray[np.float32]]:
         """See `drafters.LanguageModel`."""
