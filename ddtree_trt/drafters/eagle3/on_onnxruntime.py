@@ -31,7 +31,7 @@ class OrtEagle(OrtNetwork):
     def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
         states = np.concatenate([each.states for each in rows])
         none = np.empty((0, self.dims.hidden_size), np.float32)
-        level = self._pass(rows, [0] * len(rows), (states, none), top_k)
+        level = self._pass(rows, [0] * len(rows), states, none, top_k)
         for each in rows:
             self.cache.append(each.slot, len(each.tree))
         return level
@@ -39,34 +39,31 @@ class OrtEagle(OrtNetwork):
     def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
         none = np.empty((0, self.dims.taps_width), np.float32)
         features = np.stack([feature for each in rows for feature in each.states[each.first :]])
-        return self._pass(rows, [each.first for each in rows], (none, features), top_k)
+        return self._pass(rows, [each.first for each in rows], none, features, top_k)
 
-    def _pass(self, rows: Sequence[NewRows], done: Sequence[int], states: tuple[Floats, Floats], top_k: int) -> Level:
+    def _pass(self, rows: Sequence[NewRows], done: Sequence[int], taps: Floats, features: Floats, top_k: int) -> Level:
         """Write rows [T] behind so many of each slot's that are there, with tapped states [C, M·H], then features
         [D, H]; the results of those wanted."""
         take, k = self.buffers.take, min(top_k, self.dims.head_size)
-        token_ids = np.concatenate([each.tree.token_ids[start:] for each, start in zip(rows, done, strict=True)])
         placed = [SlotRows(r.slot, len(r.tree) - start, done=start) for r, start in zip(rows, done, strict=True)]
-        ends = accumulate(each.nodes for each in placed)
-        sizes = [len(each.tree) - each.first for each in rows]
-        wanted = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
-        shapes = {names.TOKEN_IDS: (1, len(token_ids)), names.ROWS: wanted.shape, names.TOP_K: (1,)}
-        inputs: dict[str, NDArray[Any]] = {}
-        for (name, shape), value in zip(shapes.items(), (token_ids, wanted, k), strict=True):
-            inputs[name] = take(name, shape, np.int64)
-            inputs[name][...] = value
-        inputs |= {name: np.ascontiguousarray(part)[None] for name, part in zip(_STATES, states, strict=True)}
+        token_ids = np.concatenate([r.tree.token_ids[start:] for r, start in zip(rows, done, strict=True)])
+        ends = zip(accumulate(each.nodes for each in placed), rows, strict=True)
+        inputs: dict[str, NDArray[Any]] = {
+            names.TOKEN_IDS: token_ids[None],
+            names.ROWS: np.concatenate([np.arange(end - len(r.tree) + r.first, end) for end, r in ends]),
+            names.TOP_K: np.array([k]),
+            names.TAPS: taps[None],
+            names.FEATURES: features[None],
+        }
+        results = len(inputs[names.ROWS])
         outputs = {
-            names.OUTPUTS: take(names.OUTPUTS, (len(wanted), self.dims.hidden_size), np.float32),
-            names.LOG_PROBS: take(names.LOG_PROBS, (len(wanted), k), np.float32),
-            names.CANDIDATES: take(names.CANDIDATES, (len(wanted), k), np.int64),
+            names.OUTPUTS: take(names.OUTPUTS, (results, self.dims.hidden_size), np.float32),
+            names.LOG_PROBS: take(names.LOG_PROBS, (results, k), np.float32),
+            names.CANDIDATES: take(names.CANDIDATES, (results, k), np.int64),
         }
         self.run(placed, inputs, outputs, np.concatenate([each.tree.parents for each in rows]))
         log_probs, ids = outputs[names.LOG_PROBS].copy(), outputs[names.CANDIDATES].astype(np.int32)
         return Level(list(outputs[names.OUTPUTS].copy()), log_probs, ids)
-
-
-_STATES = (names.TAPS, names.FEATURES)
 
 
 def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
