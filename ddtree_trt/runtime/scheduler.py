@@ -102,17 +102,27 @@ class Scheduler:
         return advanced
 
     def _chunks(self) -> list[PromptChunk]:
-        """What the next pass takes of prompts: a chunk of one, or as much of several where the engine mixes them. A
-        constraint that takes long to compile keeps nobody waiting but its own sequence."""
+        """What the next pass takes of prompts: a chunk of the oldest; where the engine mixes them up to half of it is
+        for others, the shortest first, which so do not wait for a long one. A constraint that takes long to compile
+        keeps nobody waiting but its own sequence."""
         ready = [s for s in self.prefilling if s.sampler.prepare()]
         if not ready and not self.running:
             ready = [*self.prefilling][:1]
+        if not ready:
+            return []
+        oldest, *others = ready if self.engine.mixes else ready[:1]
         chunks, room = list[PromptChunk](), self.engine.manifest.limits.prefill_chunk
-        for s in ready if self.engine.mixes else ready[:1]:
-            if room:
-                chunks.append(PromptChunk(s, self.engine, room))
+        kept = min(self._unread(oldest), (room + 1) // 2)
+        for s in sorted(others, key=self._unread):
+            if most := room - kept:
+                chunks.append(PromptChunk(s, self.engine, most))
                 room -= len(chunks[-1].token_ids)
-        return chunks
+        return [PromptChunk(oldest, self.engine, room), *chunks]
+
+    def _unread(self, sequence: Sequence) -> int:
+        """Tokens of the prompt that are not in the cache."""
+        assert sequence.slot is not None, "a prompt is read only while its sequence holds a slot"
+        return len(sequence.prompt) - self.engine.length(sequence.slot)
 
     def _guard(self, sequences: list[Sequence], work: Callable[[], None]) -> list[Sequence]:
         """Run `work`; an exception ends these sequences, and no others, and empties their slots."""

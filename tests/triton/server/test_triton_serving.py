@@ -19,7 +19,6 @@ from tools.triton_server import TritonServer
 DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}
 SAMPLED = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 7}
-BUDGET = 16
 POLL_S = 0.01
 PROMPT = "def fib(n):"
 
