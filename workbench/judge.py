@@ -49,6 +49,7 @@ class Machine:
 
     verify: Mapping[int, Mapping[int, float]]
     draft: Mapping[int, float]
+    in_turn: bool = False  # whether every slot has passes of its own
     buckets: tuple[int, ...] | None = None
 
     def verify_s(self, slots: int, tokens: int) -> float:
@@ -67,7 +68,7 @@ class Machine:
             verify = ((t, self.verify_s(n, t) * (1 if t == 1 else 1 / wrong)) for t in PROFILED)
             return PassTimes(n, 64, self.draft_s(n) * wrong, tuple(verify))
 
-        many = times(slots) if slots > 1 else None
+        many = times(slots) if slots > 1 and not self.in_turn else None
         return AutoBudgets(Costs(Profile("", times(1), None, many), NODES, self.buckets), NODES, 15)
 
 
@@ -78,15 +79,8 @@ def _processor(slots: int) -> dict[int, float]:
 
 MACHINES = {
     # ONNX Runtime on two cores: the packaged pair in fp32, SmolLM2-135M in int8.
-    "tiny": Machine(
-        {
-            1: {1: 0.66, 2: 0.69, 3: 0.71, 5: 0.75, 9: 0.95, 17: 1.2, 33: 2.1, 65: 4.0},
-            8: {1: 1.26, 2: 1.43, 5: 2.73, 9: 4.6, 17: 8.3, 65: 31.0},
-            16: {1: 1.9, 2: 2.5, 5: 5.4, 17: 16.4, 65: 60.0},
-        },
-        {1: 0.61, 8: 3.6, 16: 7.2},
-    ),
-    "smollm2": Machine({1: {1: 10.5, 2: 11.3, 5: 14.2, 9: 18.2, 17: 27.6, 33: 33.4, 65: 58.2}}, {1: 4.5}),
+    "tiny": Machine({1: {1: 0.80, 2: 1.1, 3: 1.2, 5: 1.4, 9: 1.9, 17: 2.7, 33: 4.4, 65: 7.5}}, {1: 1.15}, in_turn=True),
+    "smollm2": Machine({1: {1: 10.5, 2: 11.3, 5: 14.2, 9: 18.2, 17: 27.6, 33: 33.4, 65: 58.2}}, {1: 4.5}, in_turn=True),
     "torch": Machine({n: _processor(n) for n in (1, 64)}, {n: 1.4 + 0.67 * n for n in (1, 64)}),
     # Qwen3-8B's shape in bf16 with a block drafter, measured behind 512 tokens; the largest trees continued.
     "h100": Machine(
@@ -106,7 +100,6 @@ MACHINES = {
 class _Slot:
     text: Text
     budget: Budget
-    begun: float
     place: int = 0
     unread: Callable[[], None] = field(default=lambda: None)  # learns from the round before, where it is read late
 
@@ -123,33 +116,30 @@ def play(
     *,
     width: int | None = None,
     late: bool = False,
-) -> tuple[float, int, dict[int, float]]:
-    """(time, tokens, time of each text by its id()) of the answers, `slots` side by side. `width`: most children of a
-    node; 1 makes chains."""
+) -> tuple[float, int]:
+    """(time, tokens) of the answers, `slots` side by side. `width`: most children of a node; 1 makes chains."""
     waiting = deque(texts)
     running: list[_Slot] = []
-    seconds, tokens, taken = 0.0, 0, dict[int, float]()
+    seconds, tokens = 0.0, 0
     while waiting or running:
-        running += [
-            _Slot(waiting.popleft(), make(), begun=seconds) for _ in range(min(len(waiting), slots - len(running)))
-        ]
-        plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in running], ahead=late)
-        nodes = plan.ceilings()
-        for s in running:
-            s.unread()
-        drafts = sum(n > 0 for n in nodes)
-        drafted = [s.text.tree(s.place, 2 * n if late else n, width) for s, n in zip(running, nodes, strict=True)]
-        if not late:
-            nodes = plan.choose([tree if n else None for tree, n in zip(drafted, nodes, strict=True)])
-        widest = max(min(n, len(tree)) for n, tree in zip(nodes, drafted, strict=True))
-        draft_s, verify_s = machine.draft_s(drafts), machine.verify_s(len(running), 1 + widest)
-        seconds += draft_s + verify_s
-        plan.took(draft_s, verify_s, widest)
-        for s, n, tree, decision in zip(running, nodes, drafted, plan.decisions, strict=True):
-            tokens += _advance(s, tree, n, decision, late)
-        taken |= {id(s.text): seconds - s.begun for s in running if not s.left}
+        running += [_Slot(waiting.popleft(), make()) for _ in range(min(len(waiting), slots - len(running)))]
+        for group in [[s] for s in running] if machine.in_turn else [running]:
+            plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in group], ahead=late)
+            nodes = plan.ceilings()
+            for s in group:
+                s.unread()
+            drafts = sum(n > 0 for n in nodes)
+            drafted = [s.text.tree(s.place, 2 * n if late else n, width) for s, n in zip(group, nodes, strict=True)]
+            if not late:
+                nodes = plan.choose([tree if n else None for tree, n in zip(drafted, nodes, strict=True)])
+            widest = max(min(n, len(tree)) for n, tree in zip(nodes, drafted, strict=True))
+            draft_s, verify_s = machine.draft_s(drafts), machine.verify_s(len(group), 1 + widest)
+            seconds += draft_s + verify_s
+            plan.took(draft_s, verify_s, widest)
+            for s, n, tree, decision in zip(group, nodes, drafted, plan.decisions, strict=True):
+                tokens += _advance(s, tree, n, decision, late)
         running = [s for s in running if s.left]
-    return seconds, tokens, taken
+    return seconds, tokens
 
 
 def _advance(slot: _Slot, drafted: DraftTree, nodes: int, decision: Decision | None, late: bool) -> int:
@@ -192,7 +182,7 @@ def speeds(
     """Tokens per time over those of single tokens, of `auto` and its rivals."""
 
     def rate(make: Callable[[], Budget], **options: Any) -> float:
-        seconds, tokens, _ = play(machine, texts, slots, make, **options)
+        seconds, tokens = play(machine, texts, slots, make, **options)
         return tokens / seconds
 
     shared = machine.budgets(slots, wrong)

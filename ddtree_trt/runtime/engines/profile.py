@@ -47,7 +47,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     try:
         for slot in range(slots):
             _fill(engine, slot, context)
-        first_s, _ = _round(engine, slots, context, 1, passes)  # a first draft takes in the prompt, others do not
+        _round(engine, slots, context, 1, passes)  # the first draft behind a prompt takes it in, those of rounds do not
         for sweep in range(SWEEPS):
             for tokens in tree_tokens if sweep == 0 else list(verify):
                 drafted_s, verified_s = _round(engine, slots, context, tokens, passes)
@@ -60,7 +60,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     finally:
         for slot in range(slots):
             engine.truncate(slot, 0)
-    return PassTimes(slots, context, draft_s, tuple(verify.items()), max(0.0, first_s - passes * draft_s) / slots)
+    return PassTimes(slots, context, draft_s, tuple(verify.items()))
 
 
 def _fill(engine: Engine, slot: int, context: int) -> None:
@@ -101,7 +101,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-VERSION = 6  # 6: coarse, with corrections and what a drafter's context takes
+VERSION = 6  # 6: coarse, with corrections by half powers of two of tree tokens
 CONTEXTS = (64, 512)  # tokens
 TREE_TOKENS = (1, 2, 5, 17, 65, 257, 1025)
 _log = logging.getLogger(__name__)
@@ -119,7 +119,6 @@ class PassTimes:
     context: _Positive
     draft_s: _Seconds  # a draft, or each pass of a drafter that makes several
     verify: tuple[tuple[_Positive, Annotated[float, Between(1e-9, 3600)]], ...]  # by the tree tokens of every slot
-    context_s: _Seconds = 0.0  # what a slot's first draft takes longer, because it takes in the context
 
     def verify_s(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""
@@ -132,9 +131,9 @@ class PassTimes:
 class Correction:
     """How many times as long as in the profile some passes took on average."""
 
-    kind: str  # "draft", "verify" or "context"
+    kind: str  # "draft" or "verify"
     slots: _Positive  # bits of the number of slots
-    size: _Count  # of a verification: the power of two of its tree tokens
+    size: _Count  # of a verification: the half power of two of its tree tokens
     ratio: Annotated[float, Between(1e-6, 1e6)]
     rounds: _Count
 
@@ -150,12 +149,6 @@ class Profile:
     many: PassTimes | None = None
     corrections: tuple[Correction, ...] = ()
     version: int = VERSION
-
-    @property
-    def context_s(self) -> float:
-        """Seconds for each token that the drafter takes in before it drafts."""
-        times = self.far or self.near
-        return times.context_s / times.context
 
     def at(self, past: int, slots: int, of: Callable[[PassTimes], NDArray[np.float64]]) -> NDArray[np.float64]:
         """A time of passes over so many slots with `past` tokens each; `of` reads it from those that were measured."""

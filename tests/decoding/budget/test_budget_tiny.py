@@ -61,4 +61,4 @@ def test_short_answers_half_of_them_poor_keep_their_drafts(tiny_engine: Path, mo
                     llm.generate([random], SamplingParams(max_tokens=24, temperature=2.0, seed=seed, ignore_eos=True))
         return sum(committed) / len(committed)
 
-    assert per_round(mixed=True) >= 0.95 * per_round(mixed=False) > 5
+    assert per_round(mixed=True) >= 0.95 * per_round(mixed=False) > 4.5

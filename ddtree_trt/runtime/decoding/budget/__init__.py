@@ -8,9 +8,8 @@
   (`Calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
   chosen in the same way by how often rounds came to each depth.
 - **Costs** are what passes take: a coarse profile, corrected by the time of rounds (`costs`).
-- **Draft or not.** Since it last gained a request may lose LOSS + PROBE · √tokens, in single-token passes. It drafts
-  where gain is expected and that affords a round of which nothing is accepted, the context that the drafter takes in
-  first counted; where none is, PROBE · √tokens alone pays for probes, at growing gaps. So a useless drafter costs that
-  much and no more. In a shared pass a request is charged with what its draft adds to the time of all slots, so that
-  each waits for what all lose on average. Requests share costs alone: none can end another's drafting.
+- **Draft or not.** Since it last gained a request may lose, in single-token passes, LOSS or LEAST_DRAFTS of the
+  smallest drafts that could pay, and PROBE · √tokens. It drafts where gain is expected and that affords a round of
+  which nothing is accepted; where none is, PROBE · √tokens alone pays for probes, at growing gaps. So a useless drafter
+  costs that much and no more. Requests share costs alone: none can end another's drafting.
 """

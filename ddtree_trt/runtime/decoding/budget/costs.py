@@ -22,17 +22,19 @@ class Costs:
     """Seconds of passes by slots, tokens of context and tree nodes.
 
     The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
-    slots: of drafts, and of verifications (with all else of a round) for each power of two of tree tokens. Between
+    slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between
     sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's.
     """
 
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:
-        """`buckets`: numbers of tree tokens that passes are padded to, rising; None where they are not."""
+        """`buckets`: numbers of tree tokens that passes are padded to, rising. Where they are not, trees have one of
+        few sizes nevertheless: a pass like the one before is quicker, and its time is soon known."""
         self._profile = profile
         tokens = np.arange(1, max_nodes + 2)
-        sizes = tokens if buckets is None else np.array(buckets)
+        powers = 2 ** np.arange(int(max_nodes).bit_length() + 1)
+        sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
-        self._logs = np.log2(self._tokens)
+        self._logs = 2 * np.log2(self._tokens)
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
         self._means: dict[tuple[str, int], dict[int, Correction]] = {}  # by kind and bits of slots, and by size
         for each in profile.corrections:
@@ -69,18 +71,11 @@ class Costs:
         """A draft for so many slots, 0 or more, or each pass of a drafter that makes several."""
         if not slots:
             return 0.0
-        means = self._nearest("draft", slots)
-        return (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
-
-    def context_s(self, tokens: int) -> float:
-        """What it adds to a draft that the drafter first takes in so many tokens."""
-        means = self._nearest("context", 1)
-        return (means[0].ratio if means else 1.0) * self._profile.context_s * tokens
-
-    def learn_context(self, tokens: int, seconds: float) -> None:
-        """Take the seconds of `context_s`."""
-        if self._profile.context_s:
-            self._correct("context", 1, 0, seconds / (self._profile.context_s * tokens))
+        key = "draft", past // STEP, slots
+        if key not in self.kept:
+            means = self._nearest("draft", slots)
+            self.kept[key] = (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
+        return self.kept[key]
 
     def learn(self, past: int, slots: int, drafting: int, nodes: int, draft_s: float, rest_s: float) -> None:
         """Take the seconds of a round of `slots` slots: of (each pass of) the draft for `drafting` of them, and of all

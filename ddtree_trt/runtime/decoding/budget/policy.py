@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import STEP, Costs
 from ddtree_trt.runtime.tree import DraftTree, chain
 
-LOSS = 4.0  # single-token passes that a request may lose by drafting since it last gained, ...
+LOSS = 2.0  # single-token passes that a request may lose by drafting since it last gained, ...
+LEAST_DRAFTS = 2.0  # ... or so many of the smallest drafts that could pay, ...
 PROBE = 0.4  # ... and times the root of its tokens since then. Where no gain is expected, that alone is for probes
 CREDIT = 4.0  # most of an earlier gain that is set against later losses
 RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
@@ -74,7 +75,7 @@ class Calibration:
 
 
 class AutoBudgets:
-    """What the automatic budgets of an engine's requests share: the costs of its passes, and what its slots hold."""
+    """What the automatic budgets of an engine's requests share: the costs of its passes, and a rest of planning."""
 
     def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Drafts = "block") -> None:
         """`max_depth`: most tokens of a path. A drafter by tokens makes chains, of a node in each pass."""
@@ -85,9 +86,6 @@ class AutoBudgets:
         self.sizes = np.arange(1 + max_depth)
         if proposes == "block":
             self.sizes = np.unique(costs.filled[nodes[nodes <= max_nodes]])
-        self.known: dict[
-            int, int
-        ] = {}  # tokens of each slot that the drafter has taken in: its context grows by drafts
         self.resting: list[AutoBudget] = []  # requests whose next `rest` rounds are without drafts, as was decided
         self.rest, self.single = 0, Decision(0, 1.0, 1.0, 1.0, drafted=False)
 
@@ -98,7 +96,7 @@ class AutoBudget:
     def __init__(self, shared: AutoBudgets) -> None:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
-        self.planned = False  # whether a round of it was
+        self.fresh = True  # whether it has not drafted yet
         self._loss = 0.0  # single-token passes
         self._tokens = 0  # since the loss was last a gain
         self._expect_anew()
@@ -110,9 +108,10 @@ class AutoBudget:
         self._recent: Floats = np.diff(np.minimum(self.shared.sizes, self.shared.max_depth).astype(float))
         self._weighed = 0
 
-    def may_lose(self, *, probe: bool = False) -> float:
-        """Single-token passes that a round may lose where gain is expected, or a probe."""
-        return LOSS * (not probe) + PROBE * math.sqrt(self._tokens) - self._loss
+    def may_lose(self, price: float | None = None) -> float:
+        """Single-token passes that a round may lose where gain is expected and the smallest draft that could pay costs
+        `price`; without a price those of a probe."""
+        return PROBE * math.sqrt(self._tokens) - self._loss + (max(LOSS, LEAST_DRAFTS * price) if price else 0.0)
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -140,7 +139,7 @@ class AutoBudget:
             return
         lost = decision.expected_s / decision.single_token_s - len(path)
         self._loss = max(self._loss + lost, -CREDIT)
-        if (decision.probe or self._loss > LOSS) and lost < 0:
+        if decision.probe and lost < 0:
             self._loss = min(self._loss, 0.0)
             self._expect_anew()
         if self._loss <= 0:
@@ -161,8 +160,6 @@ class SlotInput(NamedTuple):
     past: int  # tokens in front of those to draft
     left: int  # most tokens that may still come, 1 or more
     drafts: bool = True  # whether it may use the drafter
-    slot: int | None = None  # of the engine; None where nothing need be taken in before a draft
-    reused: int = 0  # tokens that the slot held before the request
 
 
 class _Prices(NamedTuple):
@@ -171,7 +168,7 @@ class _Prices(NamedTuple):
     added_s: Floats  # [W]: what drafts of each of `sizes` add to the round
     nodes_s: Floats  # [max_nodes]: what drafts add of which so many nodes are verified
     least: int  # place in `sizes` of the smallest draft that could pay; 0 where none could
-    price: float  # what that costs each of the slots, in single-token passes; infinite where none could pay
+    least_price: float  # what that costs each of the slots, in single-token passes
     slot_s: float  # what one more slot adds: the rows are there anyhow
 
 
@@ -192,76 +189,59 @@ class RoundPlan:
             return
         requests = list(self._autos.values())
         self._shared = shared = requests[0].shared
-        if rests := shared.rest > 0 and shared.resting == requests:
+        self._ahead = ahead
+        if shared.rest and shared.resting == requests:
             shared.rest -= 1
-        else:
-            shared.resting, shared.rest = requests, 0
-            self._past = sum(s.past for s in slots) // len(slots)
-            self._round_s = float(shared.costs.verify_s(self._past, len(slots))[0])  # without drafts
-            self._single_s = self._round_s / len(slots)
-            shared.single = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
-        for i in self._autos:
-            self.decisions[i] = shared.single
-        if rests:
+            for i in self._autos:
+                self.decisions[i] = shared.single
             self._autos = {}
             return
-        self._slots, self._ahead = slots, ahead
-        self._mixed = any(self._nodes)  # whether fixed budgets draft, too
+        shared.resting, shared.rest = requests, 0
+        self._slots, self._past = len(slots), sum(s.past for s in slots) // len(slots)
+        self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
         self._passes = 1  # of the drafter
-        self._deepest = {i: min(slots[i].left - 1, shared.max_depth) for i in self._autos}
-        self._waiting = {i: self._new_context(i) for i in self._autos}
-        self._context_s = {i: shared.costs.context_s(n) if n else 0.0 for i, n in self._waiting.items()}
-
-    def _new_context(self, i: int) -> int:
-        """Tokens that the drafter takes in before it drafts for the slot, beside those of the round before."""
-        slot, budget, known = self._slots[i], self._autos[i], self._shared.known
-        if slot.slot is None:
-            return 0
-        if not budget.planned:
-            known[slot.slot] = min(known.get(slot.slot, 0), slot.reused)
-            budget.planned = True
-        return max(0, slot.past - known[slot.slot] - self._shared.max_depth - 1)
+        self._mixed = any(self._nodes)  # whether fixed budgets draft, too
+        self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
+        self._single_s = self._round_s / self._slots
 
     def ceilings(self) -> list[int]:
         """Most nodes to draft for each slot; 0 skips the drafter. Sets the levels of drafts by levels."""
-        if not self._autos or (self._shared.costs.single_due and not self._mixed):
+        if not self._autos:
             return self._nodes
+        self._shared.single = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
+        for i in self._autos:
+            self.decisions[i] = self._shared.single
         able = [i for i, deepest in self._deepest.items() if deepest]
-        if slots := self._afford(able):
-            self._choose_gaining(able, slots)
-        if not self._gaining:
-            self._drafting = self._afford(able, probe=True)
-        if self._drafting and self._prices(len(self._drafting)).least:
-            self._plan_drafts()
+        if not able or (self._shared.costs.single_due and not self._mixed):
+            return self._nodes
+        expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
+        price = prices.least_price
+        self._choose_gaining([i for i in able if prices.least and price <= self._autos[i].may_lose(price)], expected)
+        if self._gaining:
+            added = prices.slot_s / self._single_s
+            self._drafting = [i for i in able if i in self._gaining or added < expected[i].sum()]
+        while able and not self._gaining:
+            prices = self._prices(len(able))
+            self._drafting = [i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose()]
+            if self._drafting == able:
+                break
+            able = self._drafting
+        if self._drafting:
+            self._plan_drafts(expected)
         else:
-            self._drafting, self._shared.rest = [], REST
+            self._shared.rest = REST
         return self._nodes
 
-    def _choose_gaining(self, able: list[int], slots: list[int]) -> None:
+    def _choose_gaining(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
-        expected = {i: self._autos[i].expected(self._deepest[i]) for i in able}
-        tokens = {i: float(each.sum()) for i, each in expected.items()}
-        slots, best = sorted(slots, key=lambda i: -tokens[i]), len(self._slots) / self._round_s
+        best = self._slots / self._round_s
+        if len(slots) > 1:
+            slots.sort(key=lambda i: -expected[i].sum())
         while slots:
             _, rate = self._best_size([expected[i] for i in slots], self._prices(len(slots)).added_s)
             if rate > best:
                 best, self._gaining = rate, slots
-            slots = self._afford(slots[: len(slots) // 2])
-        if self._gaining:  # others draft, too, where what one more adds is less than what they expect
-            more_s = self._prices(len(self._gaining)).slot_s
-            joins = {i for i in able if more_s + self._context_s[i] < tokens[i] * self._single_s}
-            self._drafting = [i for i in able if i in self._gaining or i in joins]
-
-    def _afford(self, slots: list[int], *, probe: bool = False) -> list[int]:
-        """Those of the slots that may lose their shares of the smallest draft that could pay, and their contexts."""
-        while slots:
-            price = self._prices(len(slots)).price
-            own = self._context_s
-            able = [i for i in slots if price + own[i] / self._single_s <= self._autos[i].may_lose(probe=probe)]
-            if len(able) == len(slots):
-                break
-            slots = able
-        return slots
+            slots = slots[: len(slots) // 2]
 
     def _best_size(self, gains: Sequence[Floats], added_s: Floats) -> tuple[int, float]:
         """The number of gains, summed over slots, with most tokens per second, and these."""
@@ -270,44 +250,44 @@ class RoundPlan:
             total = np.zeros(max(map(len, gains)))
             for each in gains:
                 total[: len(each)] += each
-        return _native.best_size(total, added_s, float(len(self._slots)), self._round_s)
+        return _native.best_size(total, added_s, float(self._slots), self._round_s)
 
     def _prices(self, drafting: int) -> _Prices:
         """What drafts for so many slots take."""
-        shared, past, slots = self._shared, self._past, len(self._slots)
+        shared, past = self._shared, self._past
         deepest = max(self._deepest.values())
-        kept, key = shared.costs.kept, (drafting, past // STEP, slots, self._passes, deepest)
+        kept, key = shared.costs.kept, (drafting, past // STEP, self._slots, self._passes, deepest)
         if key not in kept:
-            verify_s, sizes = shared.costs.verify_s(past, slots), shared.sizes[1:]
+            verify_s, sizes = shared.costs.verify_s(past, self._slots), shared.sizes[1:]
             draft_s, half = shared.costs.draft_s(past, drafting), drafting // 2
             passes = self._passes if shared.proposes == "block" else sizes
             added_s = passes * draft_s + verify_s[sizes] - self._round_s
             pays = np.minimum(sizes, deepest) * drafting * self._single_s > added_s
             least = 1 + int(np.argmax(pays)) if pays.any() else 0
             more_s = self._passes * (draft_s - shared.costs.draft_s(past, half)) / (drafting - half) if half else 0.0
-            price = float(added_s[least - 1]) / drafting / self._single_s if least else math.inf
+            price = float(added_s[least - 1]) / drafting / self._single_s
             nodes_s = self._passes * draft_s + verify_s[1:] - self._round_s
             kept[key] = _Prices(added_s, nodes_s, least, price, max(0.0, more_s))
         return kept[key]
 
-    def _plan_drafts(self) -> None:
+    def _plan_drafts(self, expected: Mapping[int, Floats]) -> None:
         """Have slots draft for the size of which most is expected, and no less than the smallest that could pay."""
         shared, drafting = self._shared, self._drafting
         self._lowest = self._prices(len(drafting))
-        expected = [self._autos[i].expected(self._deepest[i]) for i in drafting]
-        place, _ = self._best_size(expected, self._lowest.added_s)
+        if not self._lowest.least:  # so few could not pay
+            self._drafting = []
+            return
+        place, _ = self._best_size([expected[i] for i in drafting], self._lowest.added_s)
         place = max(place, self._lowest.least)
         size = int(shared.sizes[place])
         if shared.proposes != "block":
             self._passes = size
-        for i, gains in zip(drafting, expected, strict=True):
-            if (slot := self._slots[i].slot) is not None:
-                shared.known[slot] = self._slots[i].past
+        for i in drafting:
             self._autos[i].levels = size if shared.proposes == "levels" else None
             if shared.proposes == "tokens" or self._ahead:
                 self._nodes[i] = min(size, self._deepest[i]) if shared.proposes == "tokens" else size
                 added_s = float(self._lowest.added_s[place - 1]) / len(drafting)
-                self._decide(i, self._nodes[i], float(gains[:place].sum()), added_s)
+                self._decide(i, self._nodes[i], float(expected[i][:place].sum()), added_s)
             else:
                 most = size * 3 // 2 if shared.proposes == "block" else shared.max_nodes
                 self._nodes[i] = int(shared.costs.filled[min(most, shared.max_nodes)])
@@ -322,13 +302,14 @@ class RoundPlan:
         least = int(self._shared.sizes[self._lowest.least])
         accepted = {}
         for i, tree in drafted:
-            afforded_s = self._autos[i].may_lose() * self._single_s * count
+            afforded_s = self._autos[i].may_lose(self._lowest.least_price) * self._single_s * count
             most = max(int(prices.nodes_s.searchsorted(afforded_s, side="right")), least)
             accepted[i] = self._autos[i].weigh(tree, self._deepest[i])[:most]
         size, _ = self._best_size(list(accepted.values()), prices.nodes_s)
         tokens = {i: float(each[:size].sum()) for i, each in accepted.items()}
-        draft_s = self._passes * self._shared.costs.draft_s(self._past, count)
-        spent_s = float(prices.nodes_s[size - 1]) if size else draft_s
+        spent_s = (
+            float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
+        )
         # What all pay for is shared by what each expects: who expects little is not charged for others' rows.
         common_s, total = max(0.0, spent_s - prices.slot_s * count), sum(tokens.values())
         for i, each in accepted.items():
@@ -336,16 +317,16 @@ class RoundPlan:
             self._decide(i, nodes[i], tokens[i], prices.slot_s + common_s * share)
         return nodes
 
-    def _decide(self, i: int, nodes: int, tokens: float, added_s: float) -> None:
-        spent_s = self._single_s + added_s + self._context_s[i]
-        self.decisions[i] = Decision(nodes, 1 + tokens, spent_s, self._single_s, probe=i not in self._gaining)
+    def _decide(self, slot: int, nodes: int, tokens: float, added_s: float) -> None:
+        probe = slot not in self._gaining
+        self.decisions[slot] = Decision(nodes, 1 + tokens, self._single_s + added_s, self._single_s, probe=probe)
 
     def took(self, draft_s: float, rest_s: float, widest: int) -> None:
         """Learn from the round's seconds: of the draft, and of all else, with `widest` nodes in the widest tree."""
         if not self._autos:
             return
-        costs, drafting = self._shared.costs, 0 if self._mixed else len(self._drafting)
-        if drafting and (tokens := sum(self._waiting[i] for i in self._drafting)):
-            costs.learn_context(tokens, draft_s - self._passes * costs.draft_s(self._past, drafting))
-            drafting = 0
-        costs.learn(self._past, len(self._slots), drafting, widest, draft_s / self._passes, rest_s)
+        fresh = [i for i in self._drafting if self._autos[i].fresh]  # a request's first draft takes in its prompt
+        for i in fresh:
+            self._autos[i].fresh = False
+        drafting = 0 if fresh or self._mixed else len(self._drafting)
+        self._shared.costs.learn(self._past, self._slots, drafting, widest, draft_s / self._passes, rest_s)
