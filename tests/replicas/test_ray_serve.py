@@ -98,7 +98,7 @@ def refusals(client: httpx.Client) -> dict[str, float]:
     return dict(found)
 
 
-def test_errors_are_the_server_s(client: httpx.Client) -> None:
+def test_errors_are_the_server_s(served: Replicas, client: httpx.Client) -> None:
     def refused(path: str, body: bytes) -> tuple[int, str | None]:
         answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
         return answer.status_code, answer.json()["error"]["code"]
@@ -115,6 +115,7 @@ def test_errors_are_the_server_s(client: httpx.Client) -> None:
             answer = streams.enter_context(client.stream("POST", "/v1/completions", json=many))
             codes.append(answer.status_code)
         assert codes[-1] == 429 and len(codes) <= 4 and int(answer.headers["retry-after"]) >= 1
+    wait_for(lambda: sum(served.running().values()) == 0)
     counted = {status: count - before.get(status, 0) for status, count in refusals(client).items()}
     assert counted == {"400": 2, "404": 1, "413": 1, "429": 1}
 

@@ -86,25 +86,27 @@ class Dictation:
 
     def __init__(self, engine: Any, codec: TextCodec) -> None:
         self._engine, self._codec = engine, codec
-        self._verify, self._prefill = engine.verify, engine.prefill
+        self._verify = engine.verify
         self._script: list[int] = []
         self._prompts: dict[int, int] = {}  # slot → tokens of its prompt
         self._end = min(engine.manifest.stop_token_ids)
-        engine.verify, engine.prefill = self.verify, self.prefill
+        engine.verify = self.verify
 
     def say(self, text: str) -> None:
         """The text that requests get from now on."""
         self._script = self._codec.encode(text)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        starts = [self._engine.length(r.slot) + 1 - self._prompts[r.slot] for r in requests]
         verdicts = self._verify(requests)
-        return [self._wanting(v, start + r.tree.depths) for r, v, start in zip(requests, verdicts, starts, strict=True)]
+        return [self._wanting(verdict, self._places(r)) for r, verdict in zip(requests, verdicts, strict=True)]
 
-    def prefill(self, slot: int, token_ids: NDArray[np.int64], **options: Any) -> Verdict:
-        verdict = self._prefill(slot, token_ids, **options)
-        self._prompts[slot] = self._engine.length(slot)
-        return self._wanting(verdict, np.zeros(len(verdict.choices), np.int64))
+    def _places(self, request: VerifyRequest) -> NDArray[Any]:
+        """Of the text: those that the rows of the verdict choose, which are the first behind a chunk of the prompt."""
+        past = self._engine.length(request.slot)
+        if request.rows != "all":
+            self._prompts[request.slot] = past + len(request.tree)
+            return np.zeros(len(request.tree) - request.first_row, np.int64)
+        return past + 1 - self._prompts[request.slot] + request.tree.depths
 
     def _wanting(self, verdict: Verdict, places: NDArray[Any]) -> Verdict:
         """The verdict of a target that wants the tokens at these places of the text."""
