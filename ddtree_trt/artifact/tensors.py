@@ -11,7 +11,9 @@ from __future__ import annotations
 TOKEN_IDS = "token_ids"  # int64 [N, T]
 SLOTS = "slots"  # int64 [N, 5]: of each sequence the slot, its committed rows, and rows: contexts, nodes done, nodes
 PARENTS = "parents"  # int32 [P]: of all sequences' nodes, each counted from 0; −1 at a root
-CACHE = "cache"  # uint8 [layers, slots, Hkv, bytes], written in place: include/ddtree/cpu_attention.h
+CACHE = "cache"  # uint8 [layers with attention, slots, Hkv, bytes], written in place: include/ddtree/cpu_attention.h
+STATES = "states"  # float32 [delta-net layers, slots, values], of a hybrid: include/ddtree/cpu_delta.h
+MOVES = "moves"  # float32 [delta-net layers, T, values]: what a commit needs of each row, written by the pass
 ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 
 LOGITS = "logits"  # float32 [R, V]

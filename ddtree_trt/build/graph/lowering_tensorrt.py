@@ -16,7 +16,7 @@ import numpy as np
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.ops import Attention, Graph, Make, Shape, Sink, Table
+from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Make, Shape, Sink, Table
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
@@ -113,6 +113,10 @@ class TensorRtGraph(Graph):
     def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
         """Raises BuildError; the backends' `check` refuses such networks before."""
         raise BuildError("mixtures of experts are not lowered to TensorRT; use --backend torch")
+
+    def delta_net(self, projected: str, at: Delta, out: str) -> str:
+        """Raises BuildError; builds refuse such networks before."""
+        raise BuildError("gated delta-net layers are not lowered to TensorRT; use --backend onnxruntime")
 
     def _angles(self, table: str, positions: str = names.POSITIONS) -> str:
         """The rows of a rotary table [S, D/2] that positions [N, T] name: [N, T, D/2]."""

@@ -45,6 +45,10 @@ class SlotLengths:
         self.check_room(slot, tokens)
         self._lengths[slot] += tokens
 
+    def restorable(self, slot: int, length: int) -> int:
+        """The most of the first `length` rows that `truncate` can keep: all of them, unless they move a state."""
+        return length
+
     def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` rows and forget the others. Raises EngineError when the slot holds fewer."""
         if not 0 <= length <= self._lengths[slot]:

@@ -68,7 +68,8 @@ def _fill(engine: Engine, slot: int, context: int) -> None:
     limits, vocab = engine.manifest.limits, engine.manifest.target_dims.vocab_size
     tokens = np.random.default_rng(0).integers(0, vocab, context)
     while (start := engine.length(slot)) < context:
-        engine.prefill(slot, tokens[start : start + limits.prefill_chunk], rows="none", taps=True)
+        end = min(start + limits.prefill_chunk, context)
+        engine.prefill(slot, tokens[start:end], rows="last" if end == context else "none", taps=True)
 
 
 def _round(engine: Engine, slots: int, context: int, tokens: int, passes: int) -> tuple[float, float]:
@@ -82,6 +83,7 @@ def _round(engine: Engine, slots: int, context: int, tokens: int, passes: int) -
     verify_s = _timed(lambda: _verify(engine, slots, tokens))
     for slot in range(slots):
         engine.truncate(slot, context)
+        _fill(engine, slot, context)
     return draft_s, verify_s
 
 

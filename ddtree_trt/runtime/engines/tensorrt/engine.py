@@ -121,6 +121,9 @@ class TrtEngine:
     def draftable_length(self, slot: int) -> int:
         return self.drafter.context_length(slot)
 
+    def restorable(self, slot: int, length: int) -> int:
+        return self.target.cache.restorable(slot, length)
+
     def truncate(self, slot: int, length: int) -> None:
         self.target.cache.truncate(slot, length)
         self.drafter.truncate(slot, length)

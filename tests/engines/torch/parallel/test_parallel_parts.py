@@ -96,7 +96,7 @@ def test_a_vocabulary_in_parts_is_the_whole_one(size: int) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.delta])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_of_all_ranks_are_each_weight_once(family: str, size: int) -> None:
     dims = dims_of(FAMILIES[family], num_heads=8, num_kv_heads=4)
