@@ -83,6 +83,7 @@ TORCH = Backend(
     modules=("torch",),
     device_rounds=True,
     kernels=True,
+    hybrids=True,
 )
 TENSORRT = Backend(
     name="tensorrt",

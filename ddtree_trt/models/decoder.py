@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.experts import Experts, expert_contradiction
@@ -36,6 +36,7 @@ HEAD = "lm_head.weight"
 BODY = "model."  # prefix of a language model's layers and final norm
 FINAL_NORM = "norm.weight"
 ATTENTION, MLP = "attention", "mlp"  # the sublayers of a layer
+_SINGLE = frozenset(("conv", "decay", "step_bias", "head_norm"))  # parts in float32 whatever the precision
 BIAS = ".bias"  # suffix of the bias of a projection
 
 
@@ -146,7 +147,7 @@ class Part:
     name: str  # in our weight files
     shapes: Mapping[str, Shape]  # of the joined tensors, by Hugging Face name and in order
     stacked: int = 0  # where not 0, so many equal groups of them are stacked along an axis before
-    integers: bool = False  # int32, whatever an engine's precision is
+    dtype: Literal["", "int32", "float32"] = ""  # "": an engine's precision
 
     @property
     def shape(self) -> Shape:
@@ -180,7 +181,7 @@ class Layer:
     shared_gate_up: Part | None = None  # of the shared expert: [2·inner, H]
     shared_down: Part | None = None  # [H, inner]
     shared_gate: Part | None = None  # [1, H]
-    # Of a delta-net layer, all in float32 whatever the precision:
+    # Of a delta-net layer:
     conv: Part | None = None  # [C, taps]
     decay: Part | None = None  # [Hv], negative: g is this times softplus(a + step_bias)
     step_bias: Part | None = None  # [Hv]
@@ -209,7 +210,8 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
     hidden, inner, experts = dims.hidden_size, dims.intermediate_size, dims.experts
 
     def part(name: str, shapes: Mapping[str, Shape]) -> Part:
-        return Part(name, {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()})
+        sources = {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()}
+        return Part(name, sources, dtype="float32" if name in _SINGLE else "")
 
     # Of an MLP, or of each expert.
     mlps = [f"mlp.experts.{e}" for e in range(experts.count)] if experts else ["mlp"]

@@ -1,4 +1,4 @@
-"""Hybrids on the ONNX Runtime engine, against transformers and themselves: rounds, states, snapshots and texts."""
+"""Hybrids on engines, against transformers and themselves: rounds, states, snapshots and texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import DELTA, make_pair
-from engine_builds import build_engine
+from engine_builds import build_engine, build_torch_engine
 from numerics import Follower, Truth, assert_close, path_to
 
 from ddtree_trt.artifact.manifest import load_manifest
@@ -19,9 +19,10 @@ from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
@@ -42,17 +43,28 @@ NETS: dict[str, Any] = {
 }
 
 
+BUILDS: dict[str, Any] = {"onnxruntime": build_engine, "torch": build_torch_engine}
+Engine = OrtEngine | TorchEngine
+
+
 @pytest.fixture(scope="module", params=NETS)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     path = tmp_path_factory.mktemp("hybrid") / request.param
+    return make_pair(path, max_positions=1024, **NETS[request.param])
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def directory(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Path:
+    path = pair[0].parent / request.param
     options: dict[str, Any] = {"max_batch": 3, "max_seq_len": 1024, "snapshot_every": 32}
-    build_engine(*make_pair(path, max_positions=1024, **NETS[request.param]), path / "engine", **options).close()
-    return path / "engine"
+    BUILDS[request.param](*pair, path, **options).close()
+    return path
 
 
 @pytest.fixture
-def engine(directory: Path) -> Iterator[OrtEngine]:
-    engine = OrtEngine(directory, load_manifest(directory), EngineOptions(threads=1))
+def engine(directory: Path) -> Iterator[Engine]:
+    engine = open_engine(directory, threads=1)
+    assert isinstance(engine, Engine)
     yield engine
     engine.close()
 
@@ -60,6 +72,16 @@ def engine(directory: Path) -> Iterator[OrtEngine]:
 @pytest.fixture(scope="module")
 def truth(directory: Path) -> Truth:
     return Truth(directory.parent / "target", load_manifest(directory).drafting.tap_layers)
+
+
+def states_in(engine: Engine, slot: int) -> list[np.ndarray]:
+    """By delta-net layer: what the slot keeps, the state and then the convolution's last inputs."""
+    if isinstance(engine, OrtEngine):
+        states = engine._target.cache.states
+        return [] if states is None else list(states.values[:, slot])
+    found = engine.target.cache.states
+    parts = () if found is None else (found._states[:, slot], found._past[:, slot])
+    return list(torch.cat([part.flatten(1) for part in parts], 1).numpy()) if parts else []
 
 
 def deep_tree(rng: np.random.Generator, nodes: int, depth: int) -> TokenTree:
@@ -94,7 +116,7 @@ def states_of_transformers(truth: Truth, tokens: list[int]) -> list[np.ndarray]:
     return found
 
 
-def test_rounds_in_a_row(engine: OrtEngine, truth: Truth) -> None:
+def test_rounds_in_a_row(engine: Engine, truth: Truth) -> None:
     """200 rounds behind prompts of every length around the convolution's: every 40th wholly compared, of the others a
     path each; at the end the states are those of all tokens at once."""
     rng = np.random.default_rng(5)
@@ -117,14 +139,13 @@ def test_rounds_in_a_row(engine: OrtEngine, truth: Truth) -> None:
         slot.commit(path)
     else:
         assert len(slot.tokens) > 200
-    states, dims = engine._target.cache.states, engine.manifest.target_dims
-    if states is not None and dims.attention_layers:  # without one transformers has no cache
-        for found, expected in zip(states.values[:, 0], states_of_transformers(truth, slot.tokens), strict=True):
+    if engine.manifest.target_dims.attention_layers:  # without one transformers has no cache
+        for found, expected in zip(states_in(engine, 0), states_of_transformers(truth, slot.tokens), strict=True):
             assert_close(found, expected, "states", 1e-4)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 5))])
-def test_trees_of_all_sizes(engine: OrtEngine, truth: Truth, seed: int) -> None:
+def test_trees_of_all_sizes(engine: Engine, truth: Truth, seed: int) -> None:
     """60 trees a seed, beside those of another slot: three paths of each."""
     rng = np.random.default_rng(seed)
     slots = [Follower(engine, slot, truth) for slot in range(2)]
@@ -142,10 +163,10 @@ def test_trees_of_all_sizes(engine: OrtEngine, truth: Truth, seed: int) -> None:
                 assert_close(np.asarray(verdict.logits)[path], logits[-len(path) :], "a path", 2e-4)
 
 
-def test_snapshots(engine: OrtEngine, truth: Truth) -> None:
+def test_snapshots(engine: Engine, truth: Truth) -> None:
     """At every 32nd token, and before a prompt's last one; what was committed behind them leaves no trace."""
     rng = np.random.default_rng(1)
-    slot, hybrid = Follower(engine, 0, truth), engine._target.cache.states is not None
+    slot, hybrid = Follower(engine, 0, truth), states_in(engine, 0)
     slot.truncate(0)
     slot.prefill(rng.integers(0, VOCABULARY, 50))
     feed(slot, np.array([5, 6, 7]), ends=True)
@@ -167,23 +188,23 @@ def test_snapshots(engine: OrtEngine, truth: Truth) -> None:
         engine.truncate(0, 500)
 
 
-def test_a_commit_belongs_to_the_last_pass(engine: OrtEngine) -> None:
-    if engine._target.cache.states is None:
+def test_a_commit_belongs_to_the_last_pass(engine: Engine) -> None:
+    if not states_in(engine, 0):
         return
     for slot in (0, 1):
         engine.truncate(slot, 0)
         engine.verify([VerifyRequest(slot, token_chain(np.array([3, 4])))])
     engine.commit(1, np.array([0, 1], np.int32), taps=False)
     for slot in (0, 1):
-        with pytest.raises(EngineError, match=f"slot {slot} was not in the last pass"):
+        with pytest.raises(EngineError, match=f"slot {slot} was not in the last( target)? pass"):
             engine.commit(slot, np.array([0], np.int32), taps=False)
 
 
 def test_paths_have_the_bits_of_single_tokens(directory: Path) -> None:
     """Trees beside those of other slots, on several threads."""
     rng, manifest = np.random.default_rng(2), load_manifest(directory)
-    engine, alone = (OrtEngine(directory, manifest, EngineOptions(threads=t)) for t in (2, 1))
-    assert engine.exact == (manifest.target_dims.experts is None)
+    engine, alone = (open_engine(directory, threads=t) for t in (2, 1))
+    assert engine.exact == (manifest.backend == "onnxruntime" and manifest.target_dims.experts is None)
     for slot, length in enumerate((1, 40, 300)):
         prompt = rng.integers(0, VOCABULARY, length)
         for start in range(0, length, 200):

@@ -50,14 +50,10 @@ BUILDS: dict[str, Any] = {
 }
 ON_TENSORRT = ("tiny", "untied", "heads-4-1", "one-layer", "large-heads", "rope-yarn-tied", *BY_SWITCHES)
 OVER_RANKS = {"untied", "heads-4-1", "odd-vocabulary", "llama-untied", "qwen2-untied", *FAMILIES} - {"qwen3"}
-SOME = {**dict.fromkeys(FORMS, ON_TENSORRT), "two ranks": OVER_RANKS, "torch, padded": ("tiny", "untied")}
-HYBRIDS = {name for name, family in FAMILIES.items() if family.delta}  # on backends that have them
-MATRIX = [
-    (name, build)
-    for name in ("tiny", *SHAPES)
-    for build in BUILDS
-    if name in SOME.get(build, (name,)) and (name not in HYBRIDS or build == "onnxruntime")
-]
+HYBRIDS = {name for name, family in FAMILIES.items() if family.delta}
+OVER_RANKS -= HYBRIDS
+SOME = {**dict.fromkeys(FORMS, ON_TENSORRT), "two ranks": OVER_RANKS, "torch, padded": ("tiny", "untied", *HYBRIDS)}
+MATRIX = [(name, build) for name in ("tiny", *SHAPES) for build in BUILDS if name in SOME.get(build, (name,))]
 
 
 @pytest.fixture(scope="module", params=MATRIX, ids="-".join)

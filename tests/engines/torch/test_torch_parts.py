@@ -74,9 +74,9 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
     qkv = torch.randn(2, 3, (q_heads + 2 * kv_heads) * size).to(dtype)
     q_norm, k_norm = (torch.rand(size).to(dtype) + 0.5 for _ in range(2))
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
-    found = Pointwise(kernels=True).split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, q_heads)
+    found = Pointwise(kernels=True).split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, (q_heads, kv_heads))
     wide, wide_tables = (qkv.double(), q_norm.double(), k_norm.double()), tables.double()
-    exact = Pointwise().split_qkv(*wide, wide_tables, positions, 1e-6, q_heads)
+    exact = Pointwise().split_qkv(*wide, wide_tables, positions, 1e-6, (q_heads, kv_heads))
     for part, (x, expected) in enumerate(zip(found, exact, strict=True)):
         assert x.is_contiguous() and x.shape == expected.shape
         if part == 2:
@@ -91,7 +91,7 @@ def test_heads_without_norms_are_split_as_they_are(operators: None) -> None:
     qkv = torch.randn(2, 3, (4 + 2 * 2) * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
     found, expected = (
-        m.split_qkv(qkv, None, None, tables, positions, 1e-6, 4) for m in (Pointwise(kernels=True), Pointwise())
+        m.split_qkv(qkv, None, None, tables, positions, 1e-6, (4, 2)) for m in (Pointwise(kernels=True), Pointwise())
     )
     heads = qkv.unflatten(-1, (8, 64))
     for x, y, shape in zip(found, expected, ((2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64)), strict=True):

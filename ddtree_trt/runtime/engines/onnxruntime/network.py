@@ -22,7 +22,7 @@ from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import VerifyRequest
-from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths, Snapshots
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -75,40 +75,29 @@ class States:
 
     def __init__(self, dims: TransformerDims, limits: Limits) -> None:
         assert dims.delta is not None, "a network of attention alone has no states"
-        self._net, self._every = dims.delta, limits.snapshot_every
+        self._net = dims.delta
         shape = (len(dims.delta_layers), limits.max_batch, self._net.state_values)
         self.values = np.zeros(shape, np.float32)  # as `DDTreeDeltaNet` reads them
         self.moves = np.empty((shape[0], 0, self._net.moved_values), np.float32)  # of the last pass
-        self._kept: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(limits.max_batch)]  # by length
+        self.snapshots = Snapshots[NDArray[np.float32]](limits.max_batch, limits.snapshot_every)
 
     def commit(self, slot: int, rows: NDArray[np.int32], length: int, *, prompt_ends: bool) -> None:
-        """Move a slot of that length along rows [m] of the last pass. States are kept every so many tokens and, of a
-        prompt that ends here, before its last token, which a later one like it computes again."""
-        end, kept = length + len(rows), self._kept[slot]
-        stops = {*range(length - length % self._every + self._every, end + 1, self._every)} if self._every else set()
-        if prompt_ends:
-            for old in [n for n in kept if not self._every or n % self._every]:
-                del kept[old]
-            stops |= {end - 1} - {0}
-        for stop in sorted({*stops, end}):
+        """Move a slot of that length along rows [m] of the last pass. `prompt_ends`: with the last of them."""
+        for stop in self.snapshots.stops(slot, length, length + len(rows), prompt_ends=prompt_ends):
             self._move(slot, rows[: stop - length])
             rows, length = rows[stop - length :], stop
-            if stop in stops:
-                kept[stop] = self.values[:, slot].copy()
+            self.snapshots.keep(slot, stop, self.values[:, slot].copy())
+        self._move(slot, rows)
 
     def _move(self, slot: int, rows: NDArray[np.int32]) -> None:
         d = self._net
         shape = (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps)
         _native.commit_delta(self.values, self.moves, slot, np.ascontiguousarray(rows), *shape)
 
-    def restorable(self, slot: int, length: int) -> int:
-        """The longest kept state's length up to that one."""
-        return max((n for n in self._kept[slot] if n <= length), default=0)
-
     def restore(self, slot: int, length: int) -> None:
         """Go back to a kept state, or to 0, and forget later ones."""
-        kept = self._kept[slot] = {n: state for n, state in self._kept[slot].items() if n <= length}
-        self.values[:, slot] = kept.get(length, 0)
+        state = self.snapshots.back_to(slot, length)
+        self.values[:, slot] = 0 if state is None else state
 
 
 class OrtCache(SlotLengths):
@@ -143,7 +132,7 @@ class OrtCache(SlotLengths):
     def restorable(self, slot: int, length: int) -> int:
         if self.states is None or length == self.lengths[slot]:
             return length
-        return self.states.restorable(slot, length)
+        return self.states.snapshots.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
         held = self.lengths[slot]

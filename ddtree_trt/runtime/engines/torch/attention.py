@@ -26,6 +26,7 @@ from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths, mask_words, pad_trees
+from ddtree_trt.runtime.engines.torch.delta import States
 
 
 class DeviceCache(SlotLengths):
@@ -33,18 +34,33 @@ class DeviceCache(SlotLengths):
     (`Place`)."""
 
     def __init__(
-        self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool
-    ) -> None:
-        """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch."""
+        self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool,
+        states: States | None = None,
+    ) -> None:  # fmt: skip
+        """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch. `states` of a hybrid's delta-net layers."""
         super().__init__(slots, rows)
         self._kernels = kernels
+        self.states = states
+        self._number = {layer: n for n, layer in enumerate(dims.attention_layers)}
         # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
-        shape = (2 * dims.num_layers, slots, dims.num_kv_heads, rows, dims.head_dim)
+        shape = (2 * len(self._number), slots, dims.num_kv_heads, rows, dims.head_dim)
         self.slab = torch.zeros(shape, dtype=dtype, device=device)  # [planes, slots, Hkv, S, D]: key, value by layer
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, Hkv, S, D] of a layer."""
-        return self.slab[2 * index], self.slab[2 * index + 1]
+        number = self._number[index]
+        return self.slab[2 * number], self.slab[2 * number + 1]
+
+    def restorable(self, slot: int, length: int) -> int:
+        if self.states is None or length >= self.lengths[slot]:
+            return length
+        return self.states.snapshots.restorable(slot, length)
+
+    def truncate(self, slot: int, length: int) -> None:
+        kept, held = self.restorable(slot, length), self.lengths[slot]
+        super().truncate(slot, kept)
+        if self.states is not None and kept < held:
+            self.states.restore(slot, kept)
 
     def place(self, requests: Sequence[VerifyRequest]) -> tuple[Place, Tensor, Tensor]:
         """Where the rows of a pass over trees are, padded to the longest; their token ids and positions int32 [N, T].
@@ -139,6 +155,7 @@ class Place:
     slots: Tensor  # int32 [N]
     past: Tensor  # int32 [N]: committed rows of each slot
     mask: Tensor | None = None  # int32 [N, T, W]: ancestor-or-self bits, for mode TREE
+    parents: Tensor | None = None  # int32 [N, T], −1 at roots and padding: likewise, in hybrids
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:

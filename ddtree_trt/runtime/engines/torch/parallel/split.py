@@ -142,6 +142,8 @@ def check_split(manifest: Manifest, size: int) -> None:
 
 def _obstacle(dims: TransformerDims, size: int) -> str | None:
     """What of a network cannot be divided by `size`; None where everything can."""
+    if dims.delta is not None:
+        return "its gated delta-net layers are not divided"
     for count, name in ((dims.num_heads, "attention heads"), (dims.intermediate_size, "columns of its MLP")):
         if count % size:
             return f"{count} {name} cannot be divided by {size}"
