@@ -42,15 +42,16 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     pass timed several times the fastest counts, since other work only adds to it."""
     if engine.buckets is not None:
         tree_tokens = sorted({next((b for b in engine.buckets if b >= t), t) for t in tree_tokens})
-    passes = 1 if engine.manifest.drafting.block_size else PASSES
+    kind = engine.manifest.drafting
+    passes, length = (1, kind.longest_draft) if kind.block_size else (PASSES, PASSES)
     verify, draft_s, end = dict[int, float](), float("inf"), time.perf_counter() + SECONDS
     try:
         for slot in range(slots):
             _fill(engine, slot, context)
-        _round(engine, slots, context, 1, passes)  # the first draft behind a prompt takes it in, those of rounds do not
+        _round(engine, slots, context, 1, length)  # the first draft behind a prompt takes it in, those of rounds do not
         for sweep in range(SWEEPS):
             for tokens in tree_tokens if sweep == 0 else list(verify):
-                drafted_s, verified_s = _round(engine, slots, context, tokens, passes)
+                drafted_s, verified_s = _round(engine, slots, context, tokens, length)
                 draft_s = min(draft_s, drafted_s / passes)
                 verify[tokens] = min(verify.get(tokens, float("inf")), verified_s)
                 if verify[tokens] > COSTLY * verify[1]:
@@ -71,13 +72,13 @@ def _fill(engine: Engine, slot: int, context: int) -> None:
         engine.prefill(slot, tokens[start : start + limits.prefill_chunk], rows="none", taps=True)
 
 
-def _round(engine: Engine, slots: int, context: int, tokens: int, passes: int) -> tuple[float, float]:
-    """(draft, verify) seconds of one round in the order of decoding, since earlier work decides the contents of the
-    processor's caches."""
+def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -> tuple[float, float]:
+    """(draft, verify) seconds of one round, which drafts `length` positions, in the order of decoding, since earlier
+    work decides the contents of the processor's caches."""
     _verify(engine, slots, 1)
     for slot in range(slots):
         engine.commit(slot, np.zeros(1, np.int32), taps=True)
-    requests = [DraftRequest(slot, 1, 16, passes, _most_probable) for slot in range(slots)]
+    requests = [DraftRequest(slot, 1, 16, length, _most_probable) for slot in range(slots)]
     draft_s = _timed(lambda: engine.draft(requests))
     verify_s = _timed(lambda: _verify(engine, slots, tokens))
     for slot in range(slots):

@@ -23,6 +23,7 @@ from ddtree_trt.runtime.engines.passes import LazyRows
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
+from ddtree_trt.runtime.engines.torch.model import head_logits
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -66,20 +67,47 @@ def assert_equal(found: Verdict, expected: Verdict) -> None:
     np.testing.assert_array_equal(found.choices, expected.choices)
 
 
-def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> None:
-    """Whatever number the graph was captured for; those of several requests come from one pass."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_draft_has_the_candidates_that_were_asked_for(
+    engine: TorchEngine, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever numbers the graph was captured for; those of several requests come from one pass."""
+    monkeypatch.setattr(engine.drafter, "top_ks", TOP_KS if captured else None)
     fill(engine, (9, 12))
 
-    def draft(*top_ks: int) -> list[Any]:
-        return engine.draft([DraftRequest(s, 5, k, 8) for s, k in enumerate(top_ks)])
+    def draft(*asked: tuple[int, int]) -> list[Any]:
+        return engine.draft([DraftRequest(s, 5, k, length) for s, (k, length) in enumerate(asked)])
 
-    whole, length = draft(VOCAB, 1), engine.manifest.drafting.dims.draft_length
-    for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
-        for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
-            assert marginals(found).log_probs.shape == marginals(found).token_ids.shape == (length, min(k, VOCAB))
+    longest = engine.manifest.drafting.dims.draft_length
+    whole = marginals(draft((VOCAB, longest), (1, 1))[0]).log_probs
+    for asked in (((1, 1), (1, 2)), ((7, 3), (70, 1)), ((1500, 4), (3, longest)), ((9999, longest + 1), (2, 5))):
+        for n, (found, (k, length)) in enumerate(zip(map(marginals, draft(*asked)), asked, strict=True)):
+            k, length = min(k, VOCAB), min(length, longest)
+            assert found.log_probs.shape == found.token_ids.shape == (length, k)
             if n == 0:
-                np.testing.assert_allclose(marginals(found).log_probs, marginals(whole[0]).log_probs[:, :k], atol=1e-5)
-            assert (np.diff(marginals(found).log_probs) <= 0).all()
+                np.testing.assert_allclose(found.log_probs, whole[:length, :k], atol=1e-5)
+            assert (np.diff(found.log_probs) <= 0).all()
+
+
+def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rounds on the host and on the device."""
+    rows: list[int] = []
+
+    def record(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head_logits(hidden, weight)
+
+    monkeypatch.setattr("ddtree_trt.drafters.dflash.on_torch.head_logits", record)
+    fill(engine, (9, 12))
+    longest = engine.manifest.drafting.dims.draft_length
+    for nodes, reach in ((1, 1), (3, 3), (2 * longest, longest)):
+        engine.draft([DraftRequest(slot, 5, nodes, nodes) for slot in (0, 1)])
+        assert engine.rounds is not None
+        engine.rounds.round([RoundRequest(slot, 5, nodes) for slot in (0, 1)])
+        assert rows and set(rows) == {2 * reach}
+        rows.clear()
 
 
 def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
@@ -158,8 +186,8 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
     fill(engine, (30,))
     for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
-        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7)
-        engine.draft([request])
+        nodes = min(size, limits.max_tree_budget)
+        engine.draft([DraftRequest(0, 5, nodes, nodes)])
         engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(size), size, VOCAB))])
     assert captured == before
 
