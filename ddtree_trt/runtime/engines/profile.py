@@ -48,7 +48,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     try:
         for slot in range(slots):
             _fill(engine, slot, context)
-        _round(engine, slots, context, 1, length)  # the first draft behind a prompt takes it in, those of rounds do not
+        first_s, _ = _round(engine, slots, context, 1, length)  # the first draft behind a prompt takes it in
         for sweep in range(SWEEPS):
             for tokens in tree_tokens if sweep == 0 else list(verify):
                 drafted_s, verified_s = _round(engine, slots, context, tokens, length)
@@ -61,7 +61,8 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     finally:
         for slot in range(slots):
             engine.truncate(slot, 0)
-    return PassTimes(slots, context, draft_s, tuple(verify.items()))
+    context_s = max(0.0, first_s - passes * draft_s) / (slots * context)
+    return PassTimes(slots, context, draft_s, tuple(verify.items()), context_s)
 
 
 def _fill(engine: Engine, slot: int, context: int) -> None:
@@ -102,7 +103,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-VERSION = 6  # 6: coarse, with corrections by half powers of two of tree tokens
+VERSION = 7  # 7: coarse, with corrections by half powers of two of tree tokens and the price of a prompt's tokens
 CONTEXTS = (64, 512)  # tokens
 TREE_TOKENS = (1, 2, 5, 17, 65, 257, 1025)
 _log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class PassTimes:
     context: _Positive
     draft_s: _Seconds  # a draft, or each pass of a drafter that makes several
     verify: tuple[tuple[_Positive, Annotated[float, Between(1e-9, 3600)]], ...]  # by the tree tokens of every slot
+    context_s: _Seconds = 0.0  # what the first draft behind a prompt takes longer, for each of its tokens
 
     def verify_s(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""
