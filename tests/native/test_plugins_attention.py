@@ -186,15 +186,15 @@ def test_gpus_of_other_sizes(multiprocessors: int) -> None:
     """Fewer multiprocessors cut the keys into fewer parts, and write no more than what is set aside for the most."""
     emulated_kernels().emulate_multiprocessors(multiprocessors)
     try:
-        for tokens in (1, 17):
-            check(Case(tokens, [900, 0], 4, 2), MaskMode.TREE)
-            check_in_child(_run_guarded, tokens)
+        for case in (1, [900, *[3] * 7], 4, 8), (17, [900, 0], 4, 2):
+            check(Case(*case), MaskMode.TREE)
+            check_in_child(_run_guarded, case)
     finally:
         emulated_kernels().emulate_multiprocessors(132)
 
 
-def _run_guarded(tokens: int) -> None:
-    Case(tokens, [900, 0], 4, 2).run(MaskMode.TREE, place=Guarded(at_end=True))
+def _run_guarded(case: tuple[int, list[int], int, int]) -> None:
+    Case(*case).run(MaskMode.TREE, place=Guarded(at_end=True))
 
 
 def test_chain_and_causal_are_bitwise_the_same() -> None:
