@@ -116,7 +116,7 @@ class _SlotRound(_Part):
     def planned(self) -> SlotInput:
         """What the round's budgets are planned by."""
         s = self.sequence
-        return SlotInput(s.budget, self.past, s.tokens_left, s.drafts)
+        return SlotInput(s.budget, self.past, s.tokens_left, s.drafts, s.metrics.cached_tokens)
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence

@@ -44,7 +44,7 @@ class DraftRequest:
     slot: int
     bonus_token: int
     top_k: int  # K; a drafter whose candidates depend on the token before may state more
-    length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
+    length: int  # most positions to draft; a block drafter may draft all L in one pass
     draw: Draw = no_draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
 
 

@@ -101,7 +101,7 @@ MODES = ("auto", "on", "off")
 Flash = Callable[..., Tensor]
 OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
     *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
-    *("add_rms_norm", "split_qkv", "swiglu"),
+    *("draft_top", "add_rms_norm", "split_qkv", "swiglu"),
 )
 _logger = logging.getLogger("ddtree_trt.torch")
 _TOLERANCE = 0.05  # of values of size 1 in half precision
@@ -195,8 +195,8 @@ def load_operators() -> None:
 
 class Attention:
     """Attention over a slotted cache: by our kernels, or `flash` for passes without a tree, and where there are none in
-    PyTorch under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need a wait, over
-    the whole slot."""
+    PyTorch under a mask: over the rows that a window reaches; without one, on a CPU over the rows in use; on a GPU,
+    where reading their number would need a wait, over the whole slot."""
 
     def __init__(self, scratch: Scratch | None = None, flash: Flash | None = None) -> None:
         """With `scratch` passes run on our kernels: `torch.ops.ddtree` must be loaded."""
@@ -226,13 +226,19 @@ class Attention:
             cache_k[slots[:, None], :, rows] = k
             cache_v[slots[:, None], :, rows] = v
             width = cache_k.shape[2] if q.is_cuda else int(past.max()) + tokens
-            # A single slot on a CPU is read where it is.
-            taken = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 and not q.is_cuda else slots
+            if window and window - 1 + tokens < width:
+                seen = rows[:, :1] + torch.arange(1 - window, tokens, device=q.device)  # [N, R], below 0 hidden
+                keys, values = (x[slots[:, None], :, seen.clamp(min=0)].transpose(1, 2) for x in (cache_k, cache_v))
+            else:
+                seen = torch.arange(width, device=q.device)[None]
+                # A single slot on a CPU is read where it is.
+                taken = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 and not q.is_cuda else slots
+                keys, values = cache_k[taken, :, :width], cache_v[taken, :, :width]
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
-                cache_k[taken, :, :width],
-                cache_v[taken, :, :width],
-                attn_mask=_visible(place, mode, tokens, width, window)[:, None],
+                keys,
+                values,
+                attn_mask=_visible(place, mode, tokens, seen, window)[:, None],
                 scale=scale,
                 enable_gqa=True,
             )
@@ -248,11 +254,11 @@ class Attention:
         return out
 
 
-def _visible(place: Place, mode: MaskMode, tokens: int, width: int, window: int) -> Tensor:
-    """bool [N, T, width]: the rows of its slot that each new row sees."""
+def _visible(place: Place, mode: MaskMode, tokens: int, rows: Tensor, window: int) -> Tensor:
+    """bool [N, T, R]: which of these rows int [N or 1, R] of its slot each new row sees; none below 0."""
     column = torch.arange(tokens, device=place.past.device)[:, None]
-    new = torch.arange(width, device=place.past.device) - place.past.long()[:, None, None]  # [N, 1, width], past < 0
-    seen = (new < tokens if mode is MaskMode.NONE else new <= column).expand(-1, tokens, -1)
+    new = rows[:, None] - place.past.long()[:, None, None]  # [N, 1, R], past < 0
+    seen = (new < tokens if mode is MaskMode.NONE else new <= column).expand(-1, tokens, -1) & (rows >= 0)[:, None]
     if mode is MaskMode.TREE:
         assert place.mask is not None, "a tree has a mask"
         at = new.clamp(0, tokens - 1).expand_as(seen)
