@@ -118,7 +118,7 @@ def test_a_tree_that_is_not_committed_leaves_no_trace(slot: Follower, rng: np.ra
 
 def test_a_truncated_slot_goes_on_with_other_tokens(slot: Follower, rng: np.random.Generator) -> None:
     for length, more in ((0, 20), (13, 4), (17, 1), (1, 8)):
-        slot.truncate(length)
+        slot.truncate(min(length, len(slot.tokens)))  # a hybrid went back to less
         slot.prefill(rng.integers(0, vocabulary(slot), more))
         tree = random_tree(rng, NODES, vocabulary(slot))
         slot.verify(tree)
