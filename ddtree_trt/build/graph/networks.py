@@ -101,7 +101,7 @@ class Network:
         """The inputs of layer `index`'s attention."""
         d = self.dims
         place = d.attention_layers.index(index)
-        return Attention(place, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
+        return Attention(place, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim, d.rotated)
 
     def mixed(self, index: int, h: str) -> str:
         """What layer `index` makes of rows h [N, T, H] and those they see, before `project`: by its attention, whose

@@ -64,6 +64,7 @@ class Attention:
     rotary: tuple[str, str]  # cosine, sine: float32 [S, rotated elements / 2]
     heads: tuple[int, int]  # Hq, Hkv
     head_dim: int  # D
+    rotated: int  # elements of a head that are rotated, its first
 
 
 @dataclass(frozen=True)
