@@ -39,7 +39,6 @@ class Backend:
     sms: tuple[int, ...] = ()  # compute capabilities, times 10, of the GPUs it serves; none: our kernels' own
     kernels: bool = False  # whether its engines in half precision need the library of our kernels
     experts: bool = True  # whether it computes mixtures of experts
-    hybrids: bool = False  # whether it computes gated delta-net layers
 
     @property
     def on_cpu(self) -> bool:
@@ -67,7 +66,6 @@ ONNXRUNTIME = Backend(
     builder="ddtree_trt.build.backends.onnxruntime.backend:OnnxRuntimeBuild",
     engine="ddtree_trt.runtime.engines.onnxruntime.engine:OrtEngine.open",
     half="onnxruntime",
-    hybrids=True,
 )
 TORCH = Backend(
     name="torch",
@@ -83,7 +81,6 @@ TORCH = Backend(
     modules=("torch",),
     device_rounds=True,
     kernels=True,
-    hybrids=True,
 )
 TENSORRT = Backend(
     name="tensorrt",

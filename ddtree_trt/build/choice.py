@@ -121,8 +121,6 @@ def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Want
             yield Obstacle(f"{kind.title}s are not implemented for it")
         if not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
             yield Obstacle("mixtures of experts are not implemented for it")
-        if not backend.hybrids and pair.target.dims.delta:
-            yield Obstacle("gated delta-net layers are not implemented for it")
     if wanted != "auto" and wanted not in backend.builds:
         yield Obstacle(f"the precision must be one of {', '.join(backend.builds)}, not {wanted}")
         return

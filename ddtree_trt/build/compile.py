@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.backends import BACKENDS, BackendName
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.manifest import BUDGETS, INTERVAL, SCHEMA_VERSION, SLOTS, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
@@ -177,10 +177,6 @@ def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bo
         name, reason = choice.backend, choice.reason
     build = backend_build(name, request, dry_run=dry_run)
     precision = resolve_precision(build, request.precision)
-    if pair.target.dims.delta and not build.backend.hybrids:
-        others = " or ".join(each.name for each in BACKENDS.values() if each.hybrids)
-        problem = f"gated delta-net layers are not implemented for {build.backend.title}"
-        raise UsageError(f"{problem}; use --backend {others}")
     build.check((pair.target.dims, pair.drafter.dims), precision)
     if reason:
         notice(reason)

@@ -13,7 +13,7 @@ from delta_truth import State, Weights, path_to, random_net, random_parents, ran
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from ddtree_trt.build.graph import delta
-from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
 from ddtree_trt.build.graph.ops import Delta
 from ddtree_trt.models.delta import DeltaNet
 
@@ -28,22 +28,47 @@ class _Inline:
 
 
 def build(d: DeltaNet, w: Weights, most: int = MOST) -> ModelProto:
-    g = OnnxRuntimeGraph("delta", _Inline())
+    """The graph of a pass."""
+    g = NativeGraph("delta", _Inline(), "float32")
     projected = g.input("projected", "float32", ["N", "T", sum(d.projected_widths)])
-    tree = delta.Tree(
-        g.input("sources", "int64", ["N", "T", d.taps]), g.input("paths", "float32", ["N", "T", "T"]), most
-    )
+    tree = delta.Tree(g.input("sources", "int64", ["N", "T", d.taps]), g.input("seen", "bool", ["N", "T", "T"]), most)
     state = g.input("state", "float32", ["N", d.value_heads, d.key_dim, d.value_dim])
     inputs = g.input("inputs", "float32", ["N", d.taps - 1, d.channels])
     parts = (g.weight(n, partial(getattr, w, n)) for n in ("conv", "decay", "step_bias", "head_norm"))
     conv, decay, bias, norm = parts
     at = Delta(0, d, conv, decay, bias, norm, w.eps)
     done = delta.delta_net(g, projected, at, tree, (state, inputs), "out")
-    path = g.input("last", "int64", ["N"]), g.input("next", "int64", ["N", d.taps - 1])
-    moved = delta.committed(g, done, state, path, "commit")
-    for name in ("out", *moved):
-        g.output(name, "float32", [])
+    delta.keep(g, done, d, "kept")
+    for name in ("out", "kept"):
+        g.output(name, "float32", ["N", "T", "any"])
     return g.model()
+
+
+def commit(d: DeltaNet, past: State, kept: np.ndarray, path: list[int], window: int) -> tuple[np.ndarray, np.ndarray]:
+    """State and last inputs that the graph of a commit makes of a pass's rows [T, …], so many of a path at a time."""
+    g = NativeGraph("advance", _Inline(), "float32")
+    state = g.input("state", "float32", [1, d.value_heads, d.key_dim, d.value_dim])
+    inputs = g.input("inputs", "float32", [1, 1, d.taps - 1, d.channels])
+    rows = g.input("taken", "int32", [window]), g.input("before", "int32", [1])
+    of_pass = g.input("kept", "float32", list(kept.shape))
+    delta.advance(g, (state, inputs), of_pass, rows, d, ("new_state", "new_inputs"))
+    g.output("new_state", "float32", [1, d.value_heads, d.key_dim, d.value_dim])
+    g.output("new_inputs", "float32", [1, 1, d.taps - 1, d.channels])
+    session = session_of(g.model())
+    values: list[Any] = [past.heads[None].astype(np.float32), past.inputs[None, None].astype(np.float32)]
+    for start in range(0, len(path), window):
+        taken = np.full(window, -1, np.int32)
+        taken[: len(path[start : start + window])] = path[start : start + window]
+        before = np.array([path[start - 1] if start else -1], np.int32)
+        feeds = {"state": values[0], "inputs": values[1], "taken": taken, "before": before, "kept": kept}
+        values = session.run(["new_state", "new_inputs"], feeds)
+    return values[0][0], values[1][0, 0]
+
+
+def session_of(model: ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model.SerializeToString(), options)
 
 
 def sources_of(parents: Sequence[int], taps: int) -> np.ndarray:
@@ -55,28 +80,20 @@ def sources_of(parents: Sequence[int], taps: int) -> np.ndarray:
     return np.array(found, np.int64)
 
 
-def run(
-    model: ModelProto, d: DeltaNet, trees: list[list[int]], rows: np.ndarray, past: list[State], last: list[int]
-) -> Any:
+def run(model: ModelProto, d: DeltaNet, trees: list[list[int]], rows: np.ndarray, past: list[State]) -> Any:
     """The outputs of N trees of T nodes each."""
-    paths = np.zeros((len(trees), len(trees[0]), len(trees[0])), np.float32)
+    seen = np.zeros((len(trees), len(trees[0]), len(trees[0])), bool)
     for n, parents in enumerate(trees):
         for node in range(len(parents)):
-            paths[n, node, path_to(parents, node)] = 1
-    sources = np.stack([sources_of(parents, d.taps) for parents in trees])
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options)
+            seen[n, node, path_to(parents, node)] = True
     feeds = {
         "projected": rows,
-        "sources": sources,
-        "paths": paths,
+        "sources": np.stack([sources_of(parents, d.taps) for parents in trees]),
+        "seen": seen,
         "state": np.stack([s.heads for s in past]).astype(np.float32),
         "inputs": np.stack([s.inputs for s in past]).astype(np.float32),
-        "last": np.array(last, np.int64),
-        "next": np.stack([s[node, 1:] for s, node in zip(sources, last, strict=True)]),
     }
-    return session.run(None, feeds)
+    return session_of(model).run(None, feeds)
 
 
 def error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -94,13 +111,14 @@ def test_trees_behind_states(nodes: int, share: int) -> None:
     for _ in range(2):
         trees = [random_parents(rng, nodes), random_parents(rng, nodes, 256)]
         rows = rng.standard_normal((2, nodes, sum(d.projected_widths))).astype(np.float32)
-        last = rng.integers(0, nodes, 2).tolist()
-        out, state, inputs = run(model, d, trees, rows, past, last)
+        out, kept = run(model, d, trees, rows, past)
         for n, parents in enumerate(trees):
             expected, states = walk(d, w, rows[n], parents, past[n])
-            past[n] = states[last[n]]
             assert error(out[n], expected) < 1e-4
-            assert error(state[n], past[n].heads) < 2e-6 and error(inputs[n], past[n].inputs) < 1e-6
+            last = int(rng.integers(nodes))
+            state, inputs = commit(d, past[n], kept[n], path_to(parents, last), window=5)
+            past[n] = states[last]
+            assert error(state, past[n].heads) < 2e-6 and error(inputs, past[n].inputs) < 1e-6
 
 
 def test_rows_that_are_alike() -> None:
@@ -112,9 +130,10 @@ def test_rows_that_are_alike() -> None:
     rows = np.repeat(rng.standard_normal((1, 1, sum(d.projected_widths))).astype(np.float32), 256, 1)
     rows[..., -2 * d.value_heads : -d.value_heads] = 9  # steps of almost 1
     parents = list(range(-1, 255))
-    out, state, _ = run(build(d, w), d, [parents], rows, [State.empty(d)], [255])
+    out, kept = run(build(d, w), d, [parents], rows, [State.empty(d)])
     expected, states = walk(d, w, rows[0], parents, State.empty(d))
-    assert error(out[0], expected) < 1e-4 and error(state[0], states[-1].heads) < 1e-5
+    state, _ = commit(d, State.empty(d), kept[0], list(range(256)), window=16)
+    assert error(out[0], expected) < 1e-4 and error(state, states[-1].heads) < 1e-5
 
 
 def test_a_pass_has_no_loop_over_nodes() -> None:

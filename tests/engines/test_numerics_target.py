@@ -52,7 +52,12 @@ ON_TENSORRT = ("tiny", "untied", "heads-4-1", "one-layer", "large-heads", "rope-
 OVER_RANKS = {"untied", "heads-4-1", "odd-vocabulary", "llama-untied", "qwen2-untied", *FAMILIES} - {"qwen3"}
 HYBRIDS = {name for name, family in FAMILIES.items() if family.delta}
 OVER_RANKS -= HYBRIDS
-SOME = {**dict.fromkeys(FORMS, ON_TENSORRT), "two ranks": OVER_RANKS, "torch, padded": ("tiny", "untied", *HYBRIDS)}
+SOME = {
+    **dict.fromkeys(FORMS, ON_TENSORRT),
+    "native": (*ON_TENSORRT, "qwen3_5_text"),
+    "two ranks": OVER_RANKS,
+    "torch, padded": ("tiny", "untied", *HYBRIDS),
+}
 MATRIX = [(name, build) for name in ("tiny", *SHAPES) for build in BUILDS if name in SOME.get(build, (name,))]
 
 

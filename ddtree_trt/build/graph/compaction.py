@@ -36,7 +36,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName
 from ddtree_trt.build.graph import delta
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
-from ddtree_trt.build.graph.ops import Sink
+from ddtree_trt.build.graph.ops import Shape, Sink
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
@@ -83,7 +83,7 @@ def compaction_graph(
 def _advance(g: TensorRtGraph, states: Advanced, window: int) -> None:
     net, rows = states.net, states.rows
     taken, before = g.input(names.TAKEN, "int32", [window]), g.input(names.BEFORE, "int32", [1])
-    shapes = [1, net.value_heads, net.key_dim, net.value_dim], [1, 1, net.taps - 1, net.channels]
+    shapes = (1, net.value_heads, net.key_dim, net.value_dim), (1, 1, net.taps - 1, net.channels)
     for layer in range(states.layers):
         past, present = names.state_names("past", layer), names.state_names("present", layer)
         for name, result, shape in zip(past, present, shapes, strict=True):
@@ -94,7 +94,7 @@ def _advance(g: TensorRtGraph, states: Advanced, window: int) -> None:
 
 
 def _by_plugin(g: TensorRtGraph, cache: CacheShape, window: int) -> ModelProto:
-    shape = [PLANES, cache.stored_slots, *cache.slot_shape]
+    shape: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
     inputs = [  # in the order of plugins.CompactInput
         g.input(names.PAST_CACHE, g.floats, shape),
         g.input(names.SLOT_IDS, "int32", [1]),

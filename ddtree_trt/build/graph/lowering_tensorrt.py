@@ -273,7 +273,7 @@ class NativeGraph(TensorRtGraph):
         earlier = self.constant("earlier", np.maximum(np.arange(taps - 1) - 1, 0)[None].astype(np.int64))
         roots = self.op("Mul", [self.rows_between(above, 0, 1, "roots"), zero], ["roots.none"])
         every = self.concat([self.op("Add", [roots, earlier], ["earlier.each"]), above], "parents.every", axis=1)
-        numbers = self.constant("rows", np.arange(taps - 1, taps - 1 + self._most, dtype=np.int64)[None])
+        numbers = self.constant("numbers", np.arange(taps - 1, taps - 1 + self._most, dtype=np.int64)[None])
         own = self.op("Slice", [numbers, zero, count, self._axis(1)], ["rows.own"])
         sources = [self.op("Add", [self.op("Mul", [above, zero], ["rows.none"]), own], ["sources.0"])]
         for step in range(1, taps):

@@ -130,7 +130,9 @@ class TrtEngine:
         return self.drafter.context_length(slot)
 
     def restorable(self, slot: int, length: int) -> int:
-        return self.target.cache.restorable(slot, length)
+        if self._states is None or length >= self.length(slot):
+            return length
+        return self._states.snapshots.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
         kept, held = self.restorable(slot, length), self.length(slot)
