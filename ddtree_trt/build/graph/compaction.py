@@ -95,12 +95,10 @@ def _advance(g: TensorRtGraph, states: Advanced, window: int) -> None:
 
 def _by_plugin(g: TensorRtGraph, cache: CacheShape, window: int) -> ModelProto:
     shape: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
-    inputs = [  # in the order of plugins.CompactInput
-        g.input(names.PAST_CACHE, g.floats, shape),
-        g.input(names.SLOT_IDS, "int32", [1]),
-        g.input(names.PAST_LEN, "int32", [1]),
-        g.input(names.KEEP, "int32", [1, window]),
-    ]
+    for name, rows in ((names.SLOT_IDS, [1]), (names.PAST_LEN, [1]), (names.KEEP, [1, window])):
+        g.input(name, "int32", rows)
+    g.input(names.PAST_CACHE, g.floats, shape)
+    inputs = [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]  # the order of plugins.CompactInput
     found = {"plugin_namespace": plugins.NAMESPACE, "plugin_version": plugins.VERSION}
     g.op(plugins.COMPACT, inputs, [names.PRESENT_CACHE], domain=plugins.NAMESPACE, **found)
     g.output(names.PRESENT_CACHE, g.floats, shape)
