@@ -123,5 +123,19 @@ def compact_cache(
     `half`: the cache is in bfloat16.
     """
 
+def commit_delta(
+    states: Floats,
+    moves: Floats,
+    slot: int,
+    rows: Int32s,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    taps: int,
+) -> None:
+    """Move the slot's states [layers, slots, values] of gated delta nets, in place, along a path: rows [m] of the moves
+    [layers, T, values] that the last pass wrote. See `models/delta.py` for what they hold."""
+
 def attention_isa() -> str:
     """The instruction set of `DDTreeAttention` on this CPU: "avx512-bf16", "avx512", "avx2" or "plain"."""

@@ -117,6 +117,9 @@ class ReadyEngine:
 
     draftable_length = length
 
+    def restorable(self, slot: int, length: int) -> int:
+        return length
+
     def truncate(self, slot: int, length: int) -> None:
         self._lengths[slot] = length
 

@@ -1,7 +1,8 @@
-// The launchers behind a C interface, for the tests' ctypes: the structures of attention.h and round.h by address, a
-// status back.
+// The launchers behind a C interface, for the tests' ctypes: the structures of attention.h, draft.h and round.h by
+// address, a status back.
 #include "ddtree/abi.h"
 #include "ddtree/attention.h"
+#include "ddtree/draft.h"
 #include "ddtree/round.h"
 
 #define DDTREE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -14,6 +15,12 @@ ddtree::Stream stream_of(void* stream) { return static_cast<ddtree::Stream>(stre
 
 }  // namespace
 
+namespace ddtree::emulator {
+extern int32_t multiprocessors;
+}  // namespace ddtree::emulator
+
+DDTREE_EXPORT void ddtree_emulate_multiprocessors(int32_t count) { ddtree::emulator::multiprocessors = count; }
+
 DDTREE_EXPORT int32_t ddtree_abi() { return DDTREE_ABI; }
 
 DDTREE_EXPORT uint64_t ddtree_attention_workspace_bytes(const ddtree::TreeAttention* call) {
@@ -22,6 +29,10 @@ DDTREE_EXPORT uint64_t ddtree_attention_workspace_bytes(const ddtree::TreeAttent
 
 DDTREE_EXPORT int32_t ddtree_tree_attention(const ddtree::TreeAttention* call, void* stream) {
     return static_cast<int32_t>(ddtree::tree_attention(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_draft_top(const ddtree::DraftTop* call, void* stream) {
+    return static_cast<int32_t>(ddtree::draft_top(*call, stream_of(stream)));
 }
 
 DDTREE_EXPORT int32_t ddtree_build_tree(const ddtree::TreeBuild* call, void* stream) {

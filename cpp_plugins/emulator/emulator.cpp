@@ -13,6 +13,8 @@ dim3 blockIdx;
 
 namespace ddtree::emulator {
 
+int32_t multiprocessors = 132;
+
 namespace {
 
 constexpr int kWarp = 32;

@@ -31,6 +31,8 @@ namespace ddtree {
 
 namespace emulator {
 
+extern int32_t multiprocessors;  // of the pretended GPU
+
 unsigned char* dynamic_shared();
 void block_barrier();
 // Waits for the whole warp and returns the address of lane 0's value; lane l's is l * 64 bytes further.
@@ -64,6 +66,7 @@ Status launch(void (*kernel)(Args), dim3 grid, dim3 block, size_t shared_bytes, 
 
 namespace device {
 
+inline int32_t multiprocessors() { return emulator::multiprocessors; }
 inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 inline void sync_block() { emulator::block_barrier(); }
@@ -87,7 +90,29 @@ inline uint32_t ballot(bool predicate) {
     }
     return bits;
 }
+inline uint32_t warp_max(uint32_t value) {
+    const unsigned char* all = emulator::exchange(&value, sizeof(value));
+    uint32_t most = 0;
+    for (int l = 0; l < 32; ++l) {
+        uint32_t held;
+        std::memcpy(&held, all + l * 64, sizeof(held));
+        most = held > most ? held : most;
+    }
+    return most;
+}
 inline int first_bit(uint32_t bits) { return __builtin_ctz(bits); }
+
+// Fibers run one at a time.
+inline int32_t atomic_add(int32_t* at, int32_t value) {
+    const int32_t before = *at;
+    *at += value;
+    return before;
+}
+inline uint32_t atomic_max(uint32_t* at, uint32_t value) {
+    const uint32_t before = *at;
+    *at = before < value ? value : before;
+    return before;
+}
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 

@@ -17,6 +17,7 @@
 #include "ddtree/attention_plan.h"
 #include "ddtree/budget.h"
 #include "ddtree/cpu_attention.h"
+#include "ddtree/cpu_delta.h"
 #include "ddtree/noise.h"
 #include "ddtree/sampling.h"
 
@@ -181,6 +182,33 @@ void compact_cache(const Output& cache, int64_t slot, int64_t head_dim, int64_t 
     }
 }
 
+void commit_delta(const Output& states, const Input& moves, int64_t slot, const Input& rows, int64_t key_heads,
+                  int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t taps) {
+    if (key_heads < 1 || value_heads < 1 || value_heads % key_heads || key_dim < 1 || key_dim % 16 || value_dim < 1 ||
+        value_dim % 16 || taps < 2 || taps > 16) {
+        bad_value("heads must be positive, sizes of heads multiples of 16, and taps 2 to 16");
+    }
+    const ddtree::cpu::DeltaShape shape{key_heads, value_heads, key_dim, value_dim, taps};
+    float* layers = checked<float>(states, "states", "[layers, slots, values]", 3);
+    const float* moved = checked<float>(moves, "moves", "[layers, T, values]", 3);
+    const int32_t* path = checked<int32_t>(rows, "rows", "[m]", 1);
+    const auto n = static_cast<int64_t>(states.shape(0)), slots = static_cast<int64_t>(states.shape(1));
+    if (static_cast<int64_t>(states.shape(2)) != shape.state_values() || extent(moves, 0) != n ||
+        extent(moves, 2) != shape.moved_values() || slot < 0 || slot >= slots) {
+        bad_value("states and moves must fit the heads and the slot, found " + shape_text(states) + " and " +
+                  shape_text(moves));
+    }
+    for (int64_t j = 0; j < extent(rows, 0); ++j) {
+        if (path[j] < 0 || path[j] >= extent(moves, 1)) {
+            bad_value("rows must be those of moves: rows[" + std::to_string(j) + "] is " + std::to_string(path[j]));
+        }
+    }
+    for (int64_t layer = 0; layer < n; ++layer) {
+        ddtree::cpu::delta_commit(shape, layers + (layer * slots + slot) * shape.state_values(),
+                                  moved + layer * extent(moves, 1) * shape.moved_values(), path, extent(rows, 0));
+    }
+}
+
 uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_heads, int32_t kv_heads,
                                    int32_t head_dim, int32_t capacity) {
     if (sequences < 1 || tokens < 1 || kv_heads < 1 || q_heads < kv_heads || q_heads % kv_heads || head_dim < 1 ||
@@ -212,5 +240,7 @@ NB_MODULE(_native, m) {
     m.def("noise_bits", &noise_bits, "seed"_a, "position"_a, "token"_a);
     m.def("gumbel", &gumbel, "seed"_a, "position"_a, "n"_a);
     m.def("compact_cache", &compact_cache, "cache"_a, "slot"_a, "head_dim"_a, "rows"_a, "half"_a, "start"_a, "keep"_a);
+    m.def("commit_delta", &commit_delta, "states"_a, "moves"_a, "slot"_a, "rows"_a, "key_heads"_a, "value_heads"_a,
+          "key_dim"_a, "value_dim"_a, "taps"_a);
     m.def("attention_isa", &ddtree::cpu::attention_isa);
 }

@@ -32,6 +32,14 @@ Status launch(void (*kernel)(Args), dim3 grid, dim3 block, size_t shared_bytes, 
 
 namespace device {
 
+// Of the current device; 0 where CUDA does not say.
+inline int32_t multiprocessors() {
+    int device = 0, count = 0;
+    const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+    return known ? count : 0;
+}
+
 __device__ inline void sync_block() { __syncthreads(); }
 __device__ inline void sync_warp() { __syncwarp(); }
 
@@ -44,7 +52,12 @@ __device__ T shuffle(T value, int lane) {
     return __shfl_sync(0xffffffffu, value, lane);
 }
 __device__ inline uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+__device__ inline uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
 __device__ inline int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+
+// On shared memory; the value before.
+__device__ inline int32_t atomic_add(int32_t* at, int32_t value) { return atomicAdd(at, value); }
+__device__ inline uint32_t atomic_max(uint32_t* at, uint32_t value) { return atomicMax(at, value); }
 
 __device__ inline float exp2_fast(float x) {
     float y;

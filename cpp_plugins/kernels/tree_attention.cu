@@ -93,7 +93,12 @@ Status tree_attention(const TreeAttention& call, Stream stream) {
         return Status::workspace_too_small;
     }
 
-    AttentionArgs args{call, plan_attention(extents(call)), call.scale * kLog2E, nullptr, nullptr};
+    AttentionExtents here = extents(call);
+    here.multiprocessors = smaller(device::multiprocessors(), kMostMultiprocessors);
+    if (here.multiprocessors < 1) {
+        return Status::launch_failed;
+    }
+    AttentionArgs args{call, plan_attention(here), call.scale * kLog2E, nullptr, nullptr};
     args.partial_out = static_cast<float*>(call.workspace);
     args.partial_sum = args.partial_out + partial_rows(extents(call), args.plan) * call.head_dim;
     if (call.type == ElementType::bf16) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "ddtree/attention.h"
+#include "ddtree/draft.h"
 #include "ddtree/round.h"
 
 #ifdef DDTREE_WITH_TRT
@@ -169,15 +170,32 @@ void run_kernels() {
         const std::vector<int32_t> empty(size_t(n) * tokens, -7), one_each(n, -7);
         Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), path(empty), counts(one_each),
             lengths(one_each), bonus(one_each), next(one_each), mask(std::vector<int32_t>(empty.size() * 3, -7));
-        Buffer<double> weights(std::vector<double>(empty.size(), NAN));
+        const int32_t outlook = 130;
+        Buffer<float> weights(std::vector<float>(size_t(n) * outlook, NAN));
+        Buffer<int32_t> outlook_depths(std::vector<int32_t>(size_t(n) * outlook, -7));
         ddtree::TreeBuild build{};
         build.log_probs = log_probs.data, build.candidates = candidates.data, build.root_tokens = roots.data;
         build.budgets = budgets.data, build.past_len = past.data, build.token_ids = ids.data;
         build.parents = parents.data, build.depths = depths.data, build.positions = positions.data;
-        build.log_weights = weights.data, build.counts = counts.data;
+        build.counts = counts.data, build.log_weights = weights.data, build.outlook_depths = outlook_depths.data;
         build.sequences = n, build.positions_l = length, build.candidates_k = width, build.tokens = tokens;
+        build.outlook = outlook;
         ok(ddtree::device_build_tree(build, nullptr), "build_tree");
         cuda(cudaDeviceSynchronize(), "build_tree");
+        for (const int32_t vocabulary : {1, 1000, 49152}) {
+            std::vector<float> row(size_t(n) * vocabulary);
+            for (size_t i = 0; i < row.size(); ++i) {
+                row[i] = good ? static_cast<float>(generator() % 1000) : i % 3 == 0 ? NAN : -INFINITY;
+            }
+            const int32_t k = vocabulary < 64 ? vocabulary : 64;
+            Buffer<float> logits(row), best(std::vector<float>(size_t(n) * k, NAN));
+            Buffer<int32_t> top(std::vector<int32_t>(size_t(n) * k, -7));
+            ok(ddtree::draft_top({logits.data, best.data, top.data, n, vocabulary, k, 1}, nullptr), "draft_top");
+            cuda(cudaDeviceSynchronize(), "draft_top");
+            for (const int32_t id : top.read()) {
+                expect(id >= 0 && id < vocabulary, "a candidate outside the vocabulary");
+            }
+        }
         if (!good) {
             const std::vector<int32_t> bad = garbage(empty.size(), tokens);
             cuda(cudaMemcpy(parents.data, bad.data(), bad.size() * 4, cudaMemcpyHostToDevice), "upload");

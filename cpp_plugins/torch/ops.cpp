@@ -15,6 +15,7 @@
 
 #include "ddtree/abi.h"
 #include "ddtree/attention.h"
+#include "ddtree/draft.h"
 #include "ddtree/pointwise.h"
 #include "ddtree/round.h"
 
@@ -127,10 +128,21 @@ void tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
     raise("tree_attention", ddtree::tree_attention(call, device.stream()));
 }
 
+void draft_top(const Tensor& logits, bool normalised, const Tensor& best, const Tensor& ids) {
+    TORCH_CHECK(logits.dim() == 2 && best.dim() == 2, "logits must be [R, V] and best [R, K]");
+    check(logits, "logits", at::kFloat, logits, {-1, -1});
+    check(best, "best", at::kFloat, logits, {logits.size(0), -1});
+    check(ids, "ids", at::kInt, logits, {best.size(0), best.size(1)});
+    const OnDevice device(logits);
+    raise("draft_top", ddtree::draft_top({pointer<const float>(logits), pointer<float>(best), pointer<int32_t>(ids),
+                                          size(logits, 0), size(logits, 1), size(best, 1), normalised ? 1 : 0},
+                                         device.stream()));
+}
+
 void build_tree(const Tensor& log_probs, const Tensor& candidates, const Tensor& root_tokens,
                 const OptionalTensor& budgets, const OptionalTensor& past_len, const Tensor& token_ids,
-                const Tensor& parents, const Tensor& depths, const OptionalTensor& positions,
-                const OptionalTensor& log_weights, const Tensor& counts) {
+                const Tensor& parents, const Tensor& depths, const OptionalTensor& positions, const Tensor& counts,
+                const OptionalTensor& log_weights, const OptionalTensor& outlook_depths) {
     TORCH_CHECK(log_probs.dim() == 3 && token_ids.dim() == 2, "log_probs must be [N, L, K] and token_ids [N, T]");
     const int64_t n = log_probs.size(0), t = token_ids.size(1);
     check(log_probs, "log_probs", at::kFloat, log_probs, {n, -1, -1});
@@ -148,10 +160,12 @@ void build_tree(const Tensor& log_probs, const Tensor& candidates, const Tensor&
     if (positions) {
         check(*positions, "positions", at::kInt, log_probs, {n, t});
     }
-    if (log_weights) {
-        check(*log_weights, "log_weights", at::kDouble, log_probs, {n, t});
-    }
     check(counts, "counts", at::kInt, log_probs, {n});
+    TORCH_CHECK(log_weights.has_value() == outlook_depths.has_value(), "an outlook is log_weights and outlook_depths");
+    if (log_weights) {
+        check(*log_weights, "log_weights", at::kFloat, log_probs, {n, -1});
+        check(*outlook_depths, "outlook_depths", at::kInt, log_probs, {n, log_weights->size(1)});
+    }
     const OnDevice device(log_probs);
     ddtree::TreeBuild call{};
     call.log_probs = pointer<const float>(log_probs);
@@ -163,12 +177,14 @@ void build_tree(const Tensor& log_probs, const Tensor& candidates, const Tensor&
     call.parents = pointer<int32_t>(parents);
     call.depths = pointer<int32_t>(depths);
     call.positions = pointer<int32_t>(positions);
-    call.log_weights = pointer<double>(log_weights);
     call.counts = pointer<int32_t>(counts);
+    call.log_weights = pointer<float>(log_weights);
+    call.outlook_depths = pointer<int32_t>(outlook_depths);
     call.sequences = size(log_probs, 0);
     call.positions_l = size(log_probs, 1);
     call.candidates_k = size(log_probs, 2);
     call.tokens = size(token_ids, 1);
+    call.outlook = log_weights ? size(*log_weights, 1) : 0;
     raise("build_tree", ddtree::device_build_tree(call, device.stream()));
 }
 
@@ -326,9 +342,10 @@ TORCH_LIBRARY(ddtree, m) {
     m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor slot_ids, "
           "Tensor past_len, Tensor? tree_mask, int mask_mode, float scale, Tensor(c!) out, Tensor(d!) workspace, "
           "int splits=0) -> ()");
+    m.def("draft_top(Tensor logits, bool normalised, Tensor(a!) best, Tensor(b!) ids) -> ()");
     m.def("build_tree(Tensor log_probs, Tensor candidates, Tensor root_tokens, Tensor? budgets, Tensor? past_len, "
-          "Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!)? positions, "
-          "Tensor(e!)? log_weights, Tensor(f!) counts) -> ()");
+          "Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!)? positions, Tensor(e!) counts, "
+          "Tensor(f!)? log_weights=None, Tensor(g!)? outlook_depths=None) -> ()");
     m.def("packed_mask(Tensor parents, Tensor(a!) mask) -> ()");
     m.def("walk(Tensor parents, Tensor token_ids, Tensor choices, Tensor? counts, Tensor? past_len, Tensor(a!) path, "
           "Tensor(b!) lengths, Tensor(c!) next_tokens, Tensor(d!)? next_past_len) -> ()");
@@ -347,6 +364,7 @@ TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
 #endif
     m.impl("attention_workspace_bytes", attention_workspace_bytes);
     m.impl("tree_attention", tree_attention);
+    m.impl("draft_top", draft_top);
     m.impl("build_tree", build_tree);
     m.impl("packed_mask", packed_mask);
     m.impl("walk", walk);

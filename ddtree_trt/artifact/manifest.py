@@ -21,8 +21,6 @@ from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import POSITIONS, Token, TransformerDims
-from ddtree_trt.models.experts import expert_contradiction
-from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
 SCHEMA_VERSION = 1
@@ -33,6 +31,7 @@ PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, t
 SLOTS = Between(1, 1024)
 BUDGETS = Between(1, 4096)
 CHUNK = Between(1, 1 << 16)
+INTERVAL = Between(0, POSITIONS.highest)
 CPU_CACHE_UNIT = 64  # UNIT of cpp_plugins/include/ddtree/cpu_attention.h
 _BYTES = Between(0, 1 << 62)
 _SECONDS = Between(0, 1e9)
@@ -48,11 +47,18 @@ class Limits:
     max_batch: Annotated[int, SLOTS] = 8  # slots
     max_tree_budget: Annotated[int, BUDGETS] = 256  # B: tree nodes beside the root
     prefill_chunk: Annotated[int, CHUNK] = 256  # prompt tokens per target pass
+    # Of a hybrid: tokens between the states that a slot keeps for later prompts; 0: that of the prompt's end only.
+    snapshot_every: Annotated[int, INTERVAL] = 0
 
     @property
     def max_tokens_per_pass(self) -> int:
         """Most tokens of one slot in one target pass."""
         return max(1 + self.max_tree_budget, self.prefill_chunk)
+
+    @property
+    def snapshots(self) -> int:
+        """Most states of a hybrid that a slot keeps beside its own."""
+        return 1 + (self.max_seq_len // self.snapshot_every if self.snapshot_every else 0)
 
     @property
     def cache_rows(self) -> int:
@@ -184,12 +190,8 @@ def _contradiction(m: Manifest) -> str | None:
     if m.plugin is not None and "plugin" not in backend.attentions:
         return f"it names a plugin, and {backend.title} takes none"
     for name, dims in (("target_dims", m.target_dims), ("drafter_dims", m.drafter_dims)):
-        if dims.num_heads % dims.num_kv_heads:
-            return f"{name}.num_heads {dims.num_heads} is not a multiple of num_kv_heads {dims.num_kv_heads}"
-        if problem := contradiction(dims.rope_theta, dims.rope_scaling):
-            return f"{name}.rope_scaling: {problem}"
-        if problem := expert_contradiction(dims.experts):
-            return f"{name}.experts: {problem}"
+        if problem := dims.contradiction():
+            return f"{name}.{problem}"
     if problem := m.drafting.contradiction():
         return f"drafter_dims: {problem}"
     if m.drafting.borrowed_rows:

@@ -11,7 +11,9 @@ from __future__ import annotations
 TOKEN_IDS = "token_ids"  # int64 [N, T]
 SLOTS = "slots"  # int64 [N, 5]: of each sequence the slot, its committed rows, and rows: contexts, nodes done, nodes
 PARENTS = "parents"  # int32 [P]: of all sequences' nodes, each counted from 0; −1 at a root
-CACHE = "cache"  # uint8 [layers, slots, Hkv, bytes], written in place: include/ddtree/cpu_attention.h
+CACHE = "cache"  # uint8 [layers with attention, slots, Hkv, bytes], written in place: include/ddtree/cpu_attention.h
+STATES = "states"  # float32 [delta-net layers, slots, values], of a hybrid: include/ddtree/cpu_delta.h
+MOVES = "moves"  # float32 [delta-net layers, T, values]: what a commit needs of each row, written by the pass
 ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 
 LOGITS = "logits"  # float32 [R, V]
@@ -33,6 +35,8 @@ POSITIONS = "positions"  # int32 [N, T]; the drafter's are [N, C + 1 + L]
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence
 PAST_LEN = "past_len"  # int32 [N]: committed rows of each slot
 KEEP = "keep"  # int32 [K]: rows behind the past that the compaction graph moves; see build/graph/compaction.py
+TAKEN = "taken"  # int32 [K]: rows of the pass by which it advances a hybrid's states, then −1
+BEFORE = "before"  # int32 [1]: the row of the path before these; −1: none
 PAST_CACHE = "past_cache"  # [P, slots, Hkv, S, D]: the whole cache, input of our plugin's compaction graph
 PRESENT_CACHE = "present_cache"  # its output, bound to the same buffer
 TREE_MASK = "tree_mask"  # int32 [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
@@ -44,6 +48,17 @@ DRAFTER = "drafter."  # prefix of an autoregressive drafter's own tables in shar
 def cache_names(part: str, layer: int) -> tuple[str, str]:
     """The keys and values of a layer, [N, Hkv, S, D] each: inputs, `part` "past", or outputs "present"."""
     return f"{part}_key.{layer}", f"{part}_value.{layer}"
+
+
+def state_names(part: str, layer: int) -> tuple[str, str]:
+    """The state [N, Hv, Dk, Dv] of a hybrid's delta-net layer, counted among these, and the last inputs of its
+    convolution [N, 1, taps − 1, C], float32: inputs, `part` "past", and outputs "present" of a commit."""
+    return f"{part}_state.{layer}", f"{part}_inputs.{layer}"
+
+
+def kept_name(layer: int) -> str:
+    """What a commit needs of every row of a pass, output float32 [N, T, …], input [F, …]: build/graph/delta.py."""
+    return f"kept.{layer}"
 
 
 def past_names(num_layers: int) -> list[str]:

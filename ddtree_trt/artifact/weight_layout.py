@@ -24,7 +24,7 @@ class StoredWeight:
     shape: tuple[int, ...]
     network: Network  # whose checkpoint the sources are in
     sources: tuple[str, ...]  # Hugging Face names, in order
-    integers: bool = False  # int32 instead of the precision's type
+    dtype: str = ""  # instead of the precision's
 
 
 def stored_weights(
@@ -37,7 +37,7 @@ def stored_weights(
         "drafter": list(kind_of(drafter).stored(tied=drafter_tied)),
     }
     return [
-        StoredWeight(f"{network}.{part.name}", part.shape, network, part.sources, part.integers)
+        StoredWeight(f"{network}.{part.name}", part.shape, network, part.sources, part.dtype)
         for network, parts in networks.items()
         for part in parts
     ]

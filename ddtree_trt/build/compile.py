@@ -14,7 +14,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import ENGINES
-from ddtree_trt.artifact.manifest import BUDGETS, SCHEMA_VERSION, SLOTS, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.manifest import BUDGETS, INTERVAL, SCHEMA_VERSION, SLOTS, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
@@ -62,6 +62,9 @@ class BuildRequest(BuilderOptions):
     max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.")
     max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.")
     max_batch: int | None = _limit_option("max_batch", "Sequences at a time.")
+    snapshot_every: int | None = _limit_option(
+        "snapshot_every", "Hybrids: tokens between the states kept for later prompts; 0: one, at a prompt's end."
+    )
     output: Path | None = option(None, "The engine directory. Default engines/NAME.", "DIR")
     force: bool = option(False, "Replace an existing engine.")
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # over the preset's
@@ -177,6 +180,8 @@ def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bo
     build.check((pair.target.dims, pair.drafter.dims), precision)
     if reason:
         notice(reason)
+    if skipped := pair.target.skipped:
+        notice(f"{pair.target.name}: {skipped} is left out, engines read text")
     limits = _limits(request, preset.limits if preset else Limits(), pair, build, precision)
     return Resolved(preset, (target, drafter), pair, build, precision, limits)
 
@@ -199,6 +204,7 @@ def _check_numbers(request: BuildRequest) -> None:
         ("--max-seq-len", request.max_seq_len, POSITIONS),
         ("--max-tree-budget", request.max_tree_budget, BUDGETS),
         ("--max-batch", request.max_batch, SLOTS),
+        ("--snapshot-every", request.snapshot_every, INTERVAL),
     ):
         if value is not None and value not in within:
             hint = (
@@ -221,6 +227,7 @@ def _limits(
         max_batch=request.max_batch or defaults.max_batch,
         max_tree_budget=defaults.max_tree_budget if request.max_tree_budget is None else request.max_tree_budget,
         prefill_chunk=defaults.prefill_chunk,
+        snapshot_every=request.snapshot_every or defaults.snapshot_every,
     )
     block = kind_of(pair.drafter.dims).block_size or 1
     if block > limits.max_tokens_per_pass:

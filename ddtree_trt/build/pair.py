@@ -75,6 +75,9 @@ def check_pair(target: Outline, drafter: Outline) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
     if target.kind.record is not TransformerDims:
         raise CheckpointError(f"{target.name} is a {target.kind.title}, not a target; give it as --drafter")
+    if drafter.dims.delta:
+        found = "has gated delta-net layers, which are not implemented in drafters"
+        raise CheckpointError(f"drafter {drafter.name} {found}; use one whose layers all have attention")
     if problem := drafter.kind.misfit(target.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")
 
@@ -86,7 +89,7 @@ def _outline(source: Source, option: str) -> Outline:
     found = locate(source, option, [CONFIG, MODELOPT_CONFIG])
     config = load_config(found.path)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    return Outline(found.name, config.dims, shapes, config.quantization)
+    return Outline(found.name, config.dims, shapes, config.quantization, config.dialect.skipped)
 
 
 def _open(source: Source, option: str) -> Checkpoint:

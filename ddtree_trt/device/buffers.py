@@ -46,13 +46,16 @@ INT_BYTES = FLOAT_BYTES = 4
 # Names of the TensorRT engine's buffers.
 EMBEDDING, HEAD = "embedding", "head"
 TARGET_KV, DRAFTER_KV = "target_kv", "drafter_kv"
+TARGET_STATES, KEPT = "target_states", "kept"  # of hybrids
 LOGITS, TAPS, STATES, CONTEXT = "logits", "taps", "states", "context"
 DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_head", "draft_logits"  # autoregressive
 RESULTS = "results"
 TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
 WORKSPACE = "workspace"
 # What a memory plan counts as weights, as cache or as workspace.
-NOT_COUNTED_AS_BUFFERS = frozenset((EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, WORKSPACE))
+NOT_COUNTED_AS_BUFFERS = frozenset(
+    (EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, TARGET_STATES, WORKSPACE)
+)
 
 
 def aligned(count: int) -> int:
@@ -92,7 +95,7 @@ class CacheShape:
     @staticmethod
     def of(dims: TransformerDims, limits: Limits, element_bytes: int) -> CacheShape:
         row_bytes = dims.head_dim * element_bytes
-        planes, heads = 2 * dims.num_layers, dims.num_kv_heads
+        planes, heads = 2 * len(dims.attention_layers), dims.num_kv_heads
         return CacheShape(planes, limits.max_batch, heads, limits.cache_rows, dims.head_dim, row_bytes)
 
     @property
@@ -118,6 +121,39 @@ class CacheShape:
     @property
     def total_bytes(self) -> int:
         return self.planes * self.plane_bytes
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """What each delta-net layer of a hybrid keeps on a GPU, in float32."""
+
+    layers: int
+    state_bytes: int  # the state of one slot
+    past_bytes: int  # the convolution's last inputs of one slot
+    row_bytes: int  # what a commit needs of one row of the last pass
+
+    @staticmethod
+    def of(dims: TransformerDims) -> StateShapes:
+        net, layers = dims.delta, len(dims.delta_layers)
+        if net is None:
+            return StateShapes(0, 0, 0, 0)
+        past = (net.taps - 1) * net.channels
+        values = net.state_values - past, past, sum(net.widths[1:]) + net.value_heads + net.channels
+        return StateShapes(layers, *(FLOAT_BYTES * count for count in values))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot in all layers."""
+        return self.layers * (self.state_bytes + self.past_bytes)
+
+    def states_bytes(self, slots: int, snapshots: int) -> int:
+        """Of all slots, every layer's aligned, and of those that each comes back to."""
+        live = self.layers * sum(aligned(slots * size) for size in (self.state_bytes, self.past_bytes))
+        return live + slots * snapshots * self.slot_bytes
+
+    def kept_bytes(self, rows: int) -> int:
+        """Of so many rows in all layers, each aligned."""
+        return self.layers * aligned(rows * self.row_bytes)
 
 
 def with_aligned_slots(limits: Limits, networks: Iterable[TransformerDims], element_bytes: int) -> Limits:
@@ -174,13 +210,22 @@ def tensorrt_buffers(
         **_table_bytes(target, EMBEDDING, HEAD, element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
+        **_state_bytes(target, limits, rows),
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
         RESULTS: max(rows * INT_BYTES, results),
-        TARGET_CONTROL: _pass_control_bytes(slots, rows, limits),
-        COMMIT_CONTROL: slots * _control_bytes(1, 1, 1, 1, limits.max_tokens_per_pass),
+        TARGET_CONTROL: _pass_control_bytes(slots, rows, limits) + (_control_bytes(rows) if target.delta else 0),
+        COMMIT_CONTROL: slots * _control_bytes(*4 * [1], *(2 if target.delta else 1) * [limits.max_tokens_per_pass]),
         **own,
         WORKSPACE: workspace_bytes,
     }
+
+
+def _state_bytes(dims: TransformerDims, limits: Limits, rows: int) -> dict[str, int]:
+    """Bytes of a hybrid's states with those that slots come back to, and of what passes keep."""
+    if dims.delta is None:
+        return {}
+    shapes = StateShapes.of(dims)
+    return {TARGET_STATES: shapes.states_bytes(limits.max_batch, limits.snapshots), KEPT: shapes.kept_bytes(rows)}
 
 
 def _table_bytes(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:

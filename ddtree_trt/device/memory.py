@@ -39,7 +39,7 @@ class MemoryPlan:
 
     place: Place
     weights_bytes: int
-    kv_bytes_per_slot: int  # both networks, at full length
+    kv_bytes_per_slot: int  # both networks, at full length; of a hybrid with its states and their snapshots
     slots: int
     buffers_bytes: int  # logits, tapped states, results: what a pass reads and writes beside its cache
     workspace_bytes: int  # inside passes, and captured ones; an estimate, TensorRT knows more once it has built
@@ -76,11 +76,12 @@ def plan_engine(
     backend = BACKENDS[name]
     native = native or backend.attentions == ("native",)
     engine = _Engine(backend, precision, target, drafter, limits, native)
-    per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim for d in (target, drafter))
+    per_row = sum(2 * len(d.attention_layers) * d.num_kv_heads * d.head_dim for d in (target, drafter))
     return MemoryPlan(
         place=backend.place,
         weights_bytes=engine.weights_bytes(weights_bytes),
-        kv_bytes_per_slot=per_row * limits.cache_rows * PRECISIONS[precision].cache_bytes,
+        kv_bytes_per_slot=per_row * limits.cache_rows * PRECISIONS[precision].cache_bytes
+        + target.state_bytes * (1 + limits.snapshots),
         slots=limits.max_batch,
         buffers_bytes=engine.buffers_bytes(),
         workspace_bytes=engine.workspace_bytes(),
@@ -181,7 +182,9 @@ class _Engine:
         kind, limits = kind_of(self.drafter), self.limits
         taps = len(kind.tap_layers) * self.target.hidden_size
         waiting = limits.max_batch * limits.prefill_chunk if kind.shifted_inputs else 0  # states without a row of cache
-        return self.rows * self.target.vocab_size * FLOAT_BYTES + (self.rows + waiting) * taps * self.size
+        moves = self.target.delta.moved_values * len(self.target.delta_layers) if self.target.delta else 0
+        of_a_row = self.target.vocab_size + moves
+        return self.rows * of_a_row * FLOAT_BYTES + (self.rows + waiting) * taps * self.size
 
     def workspace_bytes(self) -> int:
         """About those of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
@@ -212,7 +215,6 @@ class _Engine:
     def widest_bytes(self) -> int:
         """Of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
         target, kind = self.target, kind_of(self.drafter)
-        widest = max(target.inner_width, sum(target.qkv_widths))
-        wide = self.rows * self.size * (4 * target.hidden_size + 3 * widest)
+        wide = self.rows * self.size * (4 * target.hidden_size + 3 * target.widest)
         drafted = self.limits.max_batch * (kind.longest_draft if kind.block_size else 0)
         return max(wide, 2 * drafted * target.vocab_size * FLOAT_BYTES)

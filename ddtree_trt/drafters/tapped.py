@@ -82,7 +82,7 @@ class TappedKind(DrafterKind):
     def to_target(self) -> tuple[Part, ...]:
         """The map of draft ids to the target's, where its vocabulary is smaller."""
         size = self.dims.draft_vocab_size
-        return () if size is None else (Part("to_target", {TO_TARGET: (size,)}, integers=True),)
+        return () if size is None else (Part("to_target", {TO_TARGET: (size,)}, dtype="int32"),)
 
     def contradiction(self) -> str | None:
         d = self.dims

@@ -1,17 +1,20 @@
 """A decoder-only transformer: its dimensions, and its tensors by their Hugging Face names.
 
-Every network here has pre-norm layers of grouped-query attention with rotary embedding and SwiGLU. Families differ in
-the fields of `TransformerDims`; `families.py` lists them. Projections are [out, in], as in the checkpoints.
+Every network here has pre-norm layers of grouped-query attention with rotary embedding and SwiGLU; in a hybrid most
+layers have a gated delta net in attention's place. Families differ in the fields of `TransformerDims`; `families.py`
+lists them. Projections are [out, in], as in the checkpoints.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from ddtree_trt.models.experts import Experts
-from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling
+from ddtree_trt.models.delta import DeltaNet
+from ddtree_trt.models.experts import Experts, expert_contradiction
+from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling, contradiction
 from ddtree_trt.reading import Between
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
@@ -33,6 +36,7 @@ HEAD = "lm_head.weight"
 BODY = "model."  # prefix of a language model's layers and final norm
 FINAL_NORM = "norm.weight"
 ATTENTION, MLP = "attention", "mlp"  # the sublayers of a layer
+_SINGLE = frozenset(("conv", "decay", "step_bias", "head_norm"))  # parts in float32 whatever the precision
 BIAS = ".bias"  # suffix of the bias of a projection
 
 
@@ -54,6 +58,8 @@ class TransformerDims:
     qkv_bias: bool = field(default=False, kw_only=True)  # the projections of queries, keys and values add a bias
     rope_scaling: RopeScaling | None = field(default=None, kw_only=True)  # None for plain rotary embedding
     experts: Experts | None = field(default=None, kw_only=True)  # None: every layer has one MLP
+    rotary_dim: Annotated[int, HEAD_DIM] | None = field(default=None, kw_only=True)  # of a head; None: all is rotated
+    delta: DeltaNet | None = field(default=None, kw_only=True)  # of a hybrid; None: every layer has attention
 
     @property
     def table(self) -> tuple[int, int]:
@@ -67,9 +73,57 @@ class TransformerDims:
         return self.num_heads * self.head_dim, kv, kv
 
     @property
+    def projected_widths(self) -> tuple[int, ...]:
+        """Widths of what the product before attention computes: of a hybrid the gates of attention's output follow the
+        queries."""
+        query, *others = self.qkv_widths
+        return (query, query, *others) if self.delta else self.qkv_widths
+
+    @property
     def inner_width(self) -> int:
         """Width of what a token's MLP, or all of its experts together, compute between their projections."""
-        return self.intermediate_size * (self.experts.per_token if self.experts else 1)
+        mixture = self.experts
+        return mixture.per_token * self.intermediate_size + mixture.shared if mixture else self.intermediate_size
+
+    @property
+    def widest(self) -> int:
+        """Width of the widest of a row's projections."""
+        before = [sum(self.projected_widths), *([sum(self.delta.projected_widths)] if self.delta else [])]
+        return max(self.inner_width, *before)
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head, its first, that rotary embedding rotates."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with attention, which keep keys and values."""
+        return tuple(range(self.num_layers)) if self.delta is None else self.delta.attention_layers
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Layers with a gated delta net, which keep a state."""
+        return tuple(sorted({*range(self.num_layers)} - {*self.attention_layers}))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of all layers for one slot, in float32; 0 for a network without any."""
+        return 4 * len(self.delta_layers) * self.delta.state_values if self.delta else 0
+
+    def contradiction(self) -> str | None:
+        """What of the dimensions cannot be true together, or None: each field is right by itself."""
+        if self.num_heads % self.num_kv_heads:
+            return f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+        if self.rotated > self.head_dim or self.rotated % 2:
+            return f"rotary_dim {self.rotated} is not an even number up to head_dim {self.head_dim}"
+        if problem := contradiction(self.rope_theta, self.rope_scaling):
+            return f"rope_scaling: {problem}"
+        if problem := expert_contradiction(self.experts):
+            return f"experts: {problem}"
+        if self.delta and (problem := self.delta.contradiction(self.num_layers)):
+            return f"delta: {problem}"
+        return None
 
     def stated(self) -> dict[str, Any]:
         """Fields by name as JSON holds them, without the switches at their default: an engine that needs none is
@@ -93,12 +147,14 @@ class Part:
     name: str  # in our weight files
     shapes: Mapping[str, Shape]  # of the joined tensors, by Hugging Face name and in order
     stacked: int = 0  # where not 0, so many equal groups of them are stacked along an axis before
-    integers: bool = False  # int32, whatever an engine's precision is
+    dtype: Literal["", "int32", "float32"] = ""  # "": an engine's precision
 
     @property
     def shape(self) -> Shape:
-        """Shape of the whole."""
-        first, *_ = shapes = list(self.shapes.values())
+        """Shape of the whole; a tensor of three dimensions counts as its rows."""
+        first, *_ = shapes = [
+            (math.prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape for shape in self.shapes.values()
+        ]
         rows = sum(shape[0] for shape in shapes)
         return (self.stacked, rows // self.stacked, *first[1:]) if self.stacked else (rows, *first[1:])
 
@@ -110,10 +166,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parts of one layer; None for a part that the network's family does not have."""
+    """The parts of one layer; None for a part that the network's family, or this layer, does not have."""
 
     input_norm: Part
-    qkv: Part
+    qkv: Part  # [sum of `projected_widths`, H]: those of the dimensions, or in a delta-net layer of `DeltaNet`
     qkv_bias: Part | None
     q_norm: Part | None
     k_norm: Part | None
@@ -122,6 +178,14 @@ class Layer:
     router: Part | None
     gate_up: Part  # of all experts where there are any: [E·2·inner, H], expert after expert
     down: Part  # likewise: [E·H, inner]
+    shared_gate_up: Part | None = None  # of the shared expert: [2·inner, H]
+    shared_down: Part | None = None  # [H, inner]
+    shared_gate: Part | None = None  # [1, H]
+    # Of a delta-net layer:
+    conv: Part | None = None  # [C, taps]
+    decay: Part | None = None  # [Hv], negative: g is this times softplus(a + step_bias)
+    step_bias: Part | None = None  # [Hv]
+    head_norm: Part | None = None  # [Dv], of every head's output
 
     def __iter__(self) -> Iterator[Part]:
         """The parts it has, in the order of checkpoints."""
@@ -135,35 +199,78 @@ class Layer:
     @property
     def others(self) -> Iterator[Part]:
         """The other parts, in the order of our weight files."""
-        norms = (self.input_norm, self.post_norm)
-        parts = (self.q_norm, self.k_norm, self.o, *norms, self.router, self.gate_up, self.down)
-        return (part for part in parts if part is not None)
+        norms, shared = (self.input_norm, self.post_norm), (self.shared_gate_up, self.shared_down, self.shared_gate)
+        parts = (self.q_norm, self.k_norm, self.o, *norms, self.router, self.gate_up, self.down, *shared)
+        state = (self.conv, self.decay, self.step_bias, self.head_norm)
+        return (part for part in (*parts, *state) if part is not None)
 
 
 def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
     """The parts of layer `index`; `body` is the prefix of layers in the checkpoint."""
-    hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
-    widths = dict(zip("qkv", dims.qkv_widths, strict=True))
+    hidden, inner, experts = dims.hidden_size, dims.intermediate_size, dims.experts
 
     def part(name: str, shapes: Mapping[str, Shape]) -> Part:
-        return Part(name, {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()})
+        sources = {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()}
+        return Part(name, sources, dtype="float32" if name in _SINGLE else "")
 
     # Of an MLP, or of each expert.
-    mlps = [f"mlp.experts.{e}" for e in range(dims.experts.count)] if dims.experts else ["mlp"]
-    router = {"mlp.gate.weight": (len(mlps), hidden)}
-    biases = {f"self_attn.{p}_proj{BIAS}": (width,) for p, width in widths.items()}
+    mlps = [f"mlp.experts.{e}" for e in range(experts.count)] if experts else ["mlp"]
+    gate_up: Shapes = {f"{mlp}.{p}_proj.weight": (inner, hidden) for mlp in mlps for p in ("gate", "up")}
+    down: Shapes = {f"{mlp}.down_proj.weight": (hidden, inner) for mlp in mlps}
+    if experts and experts.stacked:
+        gate_up = {"mlp.experts.gate_up_proj": (experts.count, 2 * inner, hidden)}
+        down = {"mlp.experts.down_proj": (experts.count, hidden, inner)}
+    parts: dict[str, Any] = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "router"))
+    found = _attention_shapes(dims) if index in dims.attention_layers else _delta_shapes(dims)
+    if experts:
+        found["router"] = {"mlp.gate.weight": (experts.count, hidden)}
+    if experts and experts.shared:
+        own, rows = "mlp.shared_expert.{}_proj.weight", experts.shared
+        found["shared_gate_up"] = {own.format(p): (rows, hidden) for p in ("gate", "up")}
+        found |= {"shared_down": {own.format("down"): (hidden, rows)}}
+        found |= {"shared_gate": {"mlp.shared_expert_gate.weight": (1, hidden)}}
     return Layer(
+        **(parts | {name: part(name, shapes) for name, shapes in found.items()}),
         input_norm=part("input_norm", {"input_layernorm.weight": (hidden,)}),
-        qkv=part("qkv", {f"self_attn.{p}_proj.weight": (width, hidden) for p, width in widths.items()}),
-        qkv_bias=part("qkv_bias", biases) if dims.qkv_bias else None,
-        q_norm=part("q_norm", {"self_attn.q_norm.weight": (head,)}) if dims.qk_norm else None,
-        k_norm=part("k_norm", {"self_attn.k_norm.weight": (head,)}) if dims.qk_norm else None,
-        o=part("o", {"self_attn.o_proj.weight": (hidden, widths["q"])}),
         post_norm=part("post_norm", {"post_attention_layernorm.weight": (hidden,)}),
-        router=part("router", router) if dims.experts else None,
-        gate_up=part("gate_up", {f"{mlp}.{p}_proj.weight": (inner, hidden) for mlp in mlps for p in ("gate", "up")}),
-        down=part("down", {f"{mlp}.down_proj.weight": (hidden, inner) for mlp in mlps}),
+        gate_up=part("gate_up", gate_up),
+        down=part("down", down),
     )
+
+
+def _attention_shapes(dims: TransformerDims) -> dict[str, Shapes]:
+    """Of the parts of attention: names behind the layer's, and shapes."""
+    hidden, head = dims.hidden_size, dims.head_dim
+    widths = dict(zip("qkv", dims.qkv_widths, strict=True))
+    rows = {**widths, "q": 2 * widths["q"]} if dims.delta else widths
+    parts: dict[str, Shapes] = {
+        "qkv": {f"self_attn.{p}_proj.weight": (rows[p], hidden) for p in widths},
+        "o": {"self_attn.o_proj.weight": (hidden, widths["q"])},
+    }
+    if dims.qkv_bias:
+        parts["qkv_bias"] = {f"self_attn.{p}_proj{BIAS}": (width,) for p, width in widths.items()}
+    if dims.qk_norm:
+        parts |= {f"{p}_norm": {f"self_attn.{p}_norm.weight": (head,)} for p in "qk"}
+    return parts
+
+
+def _delta_shapes(dims: TransformerDims) -> dict[str, Shapes]:
+    """The same of a gated delta net."""
+    assert dims.delta is not None, "a network of attention alone has no other layers"
+    d, hidden = dims.delta, dims.hidden_size
+    channels, gates, steps, decays = d.projected_widths
+    projections = {"qkv": channels, "z": gates, "b": steps, "a": decays}
+    if d.interleaved:
+        projections = {"qkvz": channels + gates, "ba": steps + decays}
+    shapes: dict[str, Shapes] = {
+        "qkv": {f"in_proj_{name}.weight": (rows, hidden) for name, rows in projections.items()},
+        "o": {"out_proj.weight": (hidden, gates)},
+        "conv": {"conv1d.weight": (channels, 1, d.taps)},
+        "decay": {"A_log": (d.value_heads,)},
+        "step_bias": {"dt_bias": (d.value_heads,)},
+        "head_norm": {"norm.weight": (d.value_dim,)},
+    }
+    return {part: {f"linear_attn.{name}": shape for name, shape in found.items()} for part, found in shapes.items()}
 
 
 def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:

@@ -32,7 +32,18 @@ EXPERT_NAMES: Mapping[str, str] = {
     "per_token": "num_experts_per_tok",
     "normalised": "norm_topk_prob",
 }
+SHARED_EXPERT = "shared_expert_intermediate_size"
 _EXPERT_WIDTH = {"intermediate_size": "moe_intermediate_size"}
+# The same for the gated delta nets of a hybrid: fields of `DeltaNet`.
+DELTA_NAMES: Mapping[str, str] = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+LAYER_TYPES, INTERVAL, ROTARY_SHARE = "layer_types", "full_attention_interval", "partial_rotary_factor"
+FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,10 @@ class Family:
     # `use_sliding_window` decides.
     windowed: bool = False
     experts: bool = False  # every layer has a mixture of them
+    stacked: bool = False  # as `Experts` has it
+    delta: bool = False  # a hybrid: most layers have a gated delta net
+    interleaved: bool = False  # as `DeltaNet` has it
+    with_vision: str = ""  # the class of the whole model, of which this is the text part
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -63,10 +78,19 @@ class Family:
         return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias}
 
     @property
-    def neutral(self) -> dict[str, tuple[Any, ...]]:
-        """Fields of config.json that state a switch → the values that agree with it."""
-        layers = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "shared_expert_intermediate_size": (0,)}
-        return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,), **(layers if self.experts else {})}
+    def neutral(self) -> dict[str, tuple[Any, ...] | None]:
+        """Fields of config.json that state a switch → the values that agree with it; None: it is read, or changes
+        nothing."""
+        known: dict[str, Any] = {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,)}
+        if self.experts:
+            shared = None if SHARED_EXPERT in self.defaults else (0,)
+            known |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), SHARED_EXPERT: shared}
+        if self.delta:
+            # Layers that predict several tokens are left out; the gate of a delta net's output is silu in both words.
+            known |= dict.fromkeys((*DELTA_NAMES.values(), INTERVAL, ROTARY_SHARE, "mtp_use_dedicated_embeddings"))
+            known |= {"mtp_num_hidden_layers": None, "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
+            known |= {"output_gate_type": ("swish", "silu")}
+        return known
 
     def config_entries(self, dims: TransformerDims) -> dict[str, object]:
         """The entries of config.json that a network of the family has as a target and as a drafter."""
@@ -74,7 +98,17 @@ class Family:
         plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
         scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
         mixture = {name: getattr(dims.experts, field) for field, name in EXPERT_NAMES.items()} if dims.experts else {}
-        return {"model_type": self.model_type, **sizes, **plain, **scaling, **mixture}
+        mixture |= {SHARED_EXPERT: dims.experts.shared} if dims.experts and dims.experts.shared else {}
+        return {"model_type": self.model_type, **sizes, **plain, **scaling, **mixture, **_delta_entries(dims)}
+
+
+def _delta_entries(dims: TransformerDims) -> dict[str, object]:
+    """Those of a hybrid."""
+    if dims.delta is None:
+        return {}
+    kinds = [FULL_ATTENTION if i in dims.attention_layers else LINEAR_ATTENTION for i in range(dims.num_layers)]
+    sizes = {name: getattr(dims.delta, field) for field, name in DELTA_NAMES.items()}
+    return {**sizes, LAYER_TYPES: kinds, ROTARY_SHARE: dims.rotated / dims.head_dim}
 
 
 _COMMON: Mapping[str, float | None] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # of all families' defaults
@@ -125,7 +159,52 @@ QWEN3_MOE = Family(
     experts=True,
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, LLAMA, MISTRAL, QWEN2, QWEN3_MOE)}
+_HYBRID: Mapping[str, float | None] = {
+    **_COMMON,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    INTERVAL: 4,
+    ROTARY_SHARE: 0.25,
+}
+_HYBRID_EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, SHARED_EXPERT: 512, "norm_topk_prob": True}
+QWEN3_NEXT = Family(
+    title="Qwen3-Next",
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    qk_norm=True,
+    defaults={**_HYBRID, **_HYBRID_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
+    experts=True,
+    delta=True,
+    interleaved=True,
+)
+QWEN3_5 = Family(
+    title="Qwen3.5",
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    qk_norm=True,
+    defaults={**_HYBRID, "num_key_value_heads": 4},
+    delta=True,
+    with_vision="Qwen3_5ForConditionalGeneration",
+)
+QWEN3_5_MOE = Family(
+    title="Qwen3.5-MoE",
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    qk_norm=True,
+    defaults={**_HYBRID, **_HYBRID_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+    experts=True,
+    stacked=True,
+    delta=True,
+    with_vision="Qwen3_5MoeForConditionalGeneration",
+)
+
+_EVERY = (QWEN3, LLAMA, MISTRAL, QWEN2, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 
 
 def titles(word: str, families: Iterable[Family] = FAMILIES.values()) -> str:

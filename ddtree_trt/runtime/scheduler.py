@@ -185,7 +185,8 @@ class Scheduler:
         if sequence.drafts and self.engine.manifest.drafting.shifted_inputs:
             # The row of the last common token was made with the token behind it, which the prompt may not have.
             held, shared = max(held - 1, 0), max(shared - 1, 0)
-        return min(held, shared, len(sequence.prompt) - 1)  # the last token is always computed, for its logits
+        # The last token is always computed, for its logits.
+        return self.engine.restorable(index, min(held, shared, len(sequence.prompt) - 1))
 
     def _sweep(self) -> None:
         """Let sequences run that have their first token, take finished ones out of every queue and free their slots,

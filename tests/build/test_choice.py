@@ -114,8 +114,8 @@ def outline(layers: int, hidden: int, head_dim: int = 128, quantization: Quantiz
     target = TransformerDims(151936, hidden, layers, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960)
     drafter = DFlashDims(151936, hidden, 5, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960, 16, 151669, (1, 9), layers)
     return Pair(
-        Outline("target", target, checkpoint_shapes(target, tied=False), quantization),
-        Outline("drafter", drafter, checkpoint_shapes(drafter, tied=True), None),
+        Outline("target", target, checkpoint_shapes(target, tied=False), quantization, ""),
+        Outline("drafter", drafter, checkpoint_shapes(drafter, tied=True), None, ""),
     )
 
 

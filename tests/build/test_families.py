@@ -33,7 +33,7 @@ def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if tied:
         del expected["lm_head.weight"]
-    if dims.experts:  # transformers stacks what checkpoints have for each expert
+    if dims.experts and not dims.experts.stacked:  # transformers stacks what checkpoints have for each expert
         for index, name in itertools.product(range(dims.num_layers), ("gate_up", "down")):
             experts, rows, columns = expected.pop(f"model.layers.{index}.mlp.experts.{name}_proj")
             each = ("gate", "up") if name == "gate_up" else ("down",)
@@ -47,8 +47,9 @@ def test_a_family_is_read_by_its_name(family: Family, tmp_path: Path) -> None:
     path = make_target(tmp_path, family=family)
     assert load_checkpoint(path).dims == dims_of(family)
     edit_json(path / "config.json", model_type="phi3", **({"num_experts": 0} if family.experts else {}))
-    kinds = "dense Qwen3, Llama, Mistral, dense Qwen2 and Qwen3-MoE models"
-    known = f"only {kinds} ('qwen3', 'llama', 'mistral', 'qwen2', 'qwen3_moe')"
+    kinds = "dense Qwen3, Llama, Mistral, dense Qwen2, Qwen3-MoE, Qwen3-Next, Qwen3.5 and Qwen3.5-MoE models"
+    types = "'qwen3', 'llama', 'mistral', 'qwen2', 'qwen3_moe', 'qwen3_next', 'qwen3_5_text', 'qwen3_5_moe_text'"
+    known = f"only {kinds} ({types})"
     with pytest.raises(CheckpointError, match=re.escape(f"model_type is 'phi3', {known}")):
         load_checkpoint(path)
 
@@ -63,7 +64,8 @@ def test_what_transformers_writes(family: Family, whole: bool, tmp_path: Path) -
     written = json.loads(config.to_json_string(use_diff=not whole))
     if not whole:  # these it writes always
         written = {k: v for k, v in written.items() if k not in ("head_dim", "rope_parameters")}
-    needed = ["intermediate_size", "vocab_size", *(["num_key_value_heads"] if family is QWEN3 else [])]
+    needed = ["intermediate_size"] if hasattr(config, "intermediate_size") else []
+    needed += ["vocab_size", *(["num_key_value_heads"] if family is QWEN3 else [])]
     if family.windowed:
         config.sliding_window = None
         needed.append("sliding_window")
@@ -71,7 +73,8 @@ def test_what_transformers_writes(family: Family, whole: bool, tmp_path: Path) -
     written |= {"shared_expert_intermediate_size": 0} if family.experts else {}  # as Qwen3-Coder is published
     (tmp_path / "config.json").write_text(json.dumps({**written, "model_type": family.model_type}))
     dims = read_config(tmp_path).dims
-    assert (dims.head_dim, dims.num_kv_heads) == (128, config.num_key_value_heads)
+    assert (dims.head_dim, dims.num_kv_heads) == (256 if family.delta else 128, config.num_key_value_heads)
+    assert dims.rotated == (64 if family.delta else 128)
     assert (dims.max_positions, dims.rms_norm_eps) == (config.max_position_embeddings, config.rms_norm_eps)
     assert dims.rope_theta == config.rope_parameters["rope_theta"]
     assert {name: getattr(dims, name) for name in family.switches} == family.switches

@@ -14,7 +14,9 @@ from ddtree_trt.build.presets import PRESETS, find_preset
 from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.errors import CheckpointError, UsageError
 
-UNMEASURED = ("llama-3.1-8b", "smollm2-135m", "qwen3-coder-30b-a3b")  # pairs without published acceptance
+HYBRIDS = ("3.5-4b", "3.5-9b", "3.5-27b", "3.5-35b-a3b", "3.6-27b", "3.6-35b-a3b", "3-coder-next", "3.8-27b")
+# Pairs without published acceptance.
+UNMEASURED = ("llama-3.1-8b", "smollm2-135m", "qwen3-coder-30b-a3b", *(f"qwen{name}" for name in HYBRIDS))
 
 BY_METHOD = {"tiny-eagle3": {"eagle"}}  # where they are not those of a block drafter
 

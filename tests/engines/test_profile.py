@@ -158,17 +158,21 @@ def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
 def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In simulated time, with several slots in one pass."""
     engine = ScriptedEngine(MarkovTarget(), Useless(6), kind=kind, max_batch=4)
-    clock = [0.0]
+    clock, waiting = [0.0], [0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def spend(verb: str, slots: tuple[int, ...]) -> None:
         call = engine.calls[-1]
         passes = call.tokens if kind == "autoregressive" else 1
+        if verb in ("prefill", "draft"):
+            clock[0] += 0.01 * waiting[0] if verb == "draft" else 0.0
+            waiting[0] = waiting[0] + call.tokens if verb == "prefill" else 0
         clock[0] += {"draft": 0.5 * passes, "verify": 1.0 + 0.1 * (len(slots) * call.tokens - 1)}.get(verb, 0.0)
 
     engine.fail = spend
     profile = MEASURE(engine)
     assert profile.near.draft_s == pytest.approx(draft_s)
+    assert profile.near.context_s == pytest.approx(0.01)
     assert profile.many is not None and profile.many.slots == 4
     tokens = np.array([1, 2, 3, 9])
     for slots in (1, 2, 4):

@@ -32,37 +32,45 @@ def build(
     tokens: int,
     budgets: np.ndarray | None = None,
     past_len: np.ndarray | None = None,
+    outlook: int = 0,
     place: Place = lambda array: array,
 ) -> dict[str, np.ndarray]:
     n, length, width = log_probs.shape
     roots = place(np.arange(1000, 1000 + n, dtype=np.int32))
     out = {name: place(np.full((n, tokens), -7, np.int32)) for name in ("token_ids", "parents", "depths", "positions")}
-    out["log_weights"], out["counts"] = place(np.full((n, tokens), np.nan)), place(np.full(n, -7, np.int32))
+    out["counts"] = place(np.full(n, -7, np.int32))
+    if outlook:
+        out["log_weights"] = place(np.full((n, outlook), np.nan, np.float32))
+        out["outlook_depths"] = place(np.full((n, outlook), -7, np.int32))
     log_probs, candidates = place(log_probs), place(candidates)
     emulated_kernels().launch(
         "build_tree", log_probs=address(log_probs), candidates=address(candidates), root_tokens=address(roots),
         budgets=address(budgets), past_len=address(past_len), sequences=n, positions_l=length, candidates_k=width,
-        tokens=tokens, **{name: address(array) for name, array in out.items()},
+        tokens=tokens, outlook=outlook, **{name: address(array) for name, array in out.items()},
     )  # fmt: skip
     return out
 
 
-def check_build(log_probs: np.ndarray, tokens: int, budgets: np.ndarray | None) -> None:
+def check_build(log_probs: np.ndarray, tokens: int, budgets: np.ndarray | None, outlook: int = 0) -> None:
     rng = np.random.default_rng(0)
     n = len(log_probs)
     candidates = rng.integers(0, 50_000, log_probs.shape).astype(np.int32)
     past_len = rng.integers(0, 5000, n).astype(np.int32)
-    out = build(log_probs, candidates, tokens, budgets, past_len)
+    out = build(log_probs, candidates, tokens, budgets, past_len, outlook)
     for i in range(n):
         budget = tokens - 1 if budgets is None else int(np.clip(budgets[i], 0, tokens - 1))
-        ids, depths, parents, weights = _native.build_tree(log_probs[i], candidates[i], budget)
+        ids, depths, parents, _ = _native.build_tree(log_probs[i], candidates[i], budget)
         count = len(ids) + 1
         assert out["counts"][i] == count
         np.testing.assert_array_equal(out["token_ids"][i], np.r_[1000 + i, ids, [1000 + i] * (tokens - count)])
         np.testing.assert_array_equal(out["parents"][i], np.r_[parents, [-1] * (tokens - count)])
         np.testing.assert_array_equal(out["depths"][i], np.r_[0, depths, [0] * (tokens - count)])
         np.testing.assert_array_equal(out["positions"][i], past_len[i] + out["depths"][i])
-        np.testing.assert_array_equal(out["log_weights"][i], np.r_[0, weights, [0] * (tokens - count)])
+        if outlook:
+            _, depths, _, weights = _native.build_tree(log_probs[i], candidates[i], outlook if budget else 0)
+            none = outlook - len(weights)
+            np.testing.assert_array_equal(out["log_weights"][i], np.r_[weights, [-np.inf] * none].astype(np.float32))
+            np.testing.assert_array_equal(out["outlook_depths"][i], np.r_[depths, [0] * none])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -70,15 +78,26 @@ def check_build(log_probs: np.ndarray, tokens: int, budgets: np.ndarray | None) 
 def test_tree_build_equals_the_host(tied: bool, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(shape[0] * 100 + shape[1])
     for tokens in (1, 2, 17, 33, 65):
-        check_build(falling(rng, (8, *shape), tied), tokens, rng.integers(-2, 70, 8).astype(np.int32))
+        for outlook in (0, 1, 2 * tokens):
+            log_probs = falling(rng, (8, *shape), tied)
+            check_build(log_probs, tokens, rng.integers(-2, 70, 8).astype(np.int32), outlook)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_large_tree_build_equals_the_host(tied: bool) -> None:
+    """Also one whose log-probabilities do not fit into shared memory."""
     rng = np.random.default_rng(1)
-    log_probs = falling(rng, (1, 15, 64), tied)
-    log_probs[np.isneginf(log_probs)] = -3.0
-    check_build(log_probs, 1 + MAX_DEVICE_BUDGET, None)
+    for shape, outlook in (((1, 15, 64), 256), ((1, 17, MAX_DEVICE_BUDGET), MAX_DEVICE_BUDGET)):
+        log_probs = falling(rng, shape, tied)
+        log_probs[np.isneginf(log_probs)] = -3.0
+        check_build(log_probs, 1 + MAX_DEVICE_BUDGET, None, outlook)
+        check_build(log_probs, 3, None, outlook)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_prefixes_that_all_weigh_the_same_are_in_the_order_of_their_ranks(value: float) -> None:
+    """Nothing but the climb to where two paths part decides, over all lanes' offers; zeros have one sign."""
+    check_build(np.full((2, 6, 40), value, np.float32), 257, np.array([256, 60], np.int32), 1024)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 32, 33, 65, 129, 513, 1025])
@@ -229,7 +248,7 @@ def _run_garbage(at_end: bool) -> None:
             "packed_mask", parents=address(parents), mask=address(mask), sequences=2, tokens=40, mask_words=2
         )
         log_probs = rng.choice([np.nan, np.inf, -np.inf, 0.0, -1.0, 3e38], (2, 4, 5)).astype(np.float32)
-        out = build(log_probs, garbage(2, 4, 5), 33, garbage(2), garbage(2), guard)
+        out = build(log_probs, garbage(2, 4, 5), 33, garbage(2), garbage(2), 70, guard)
         for parents, count in zip(out["parents"], out["counts"], strict=True):
             assert 1 <= count <= 33
             none = np.zeros(count, np.int32)
@@ -247,6 +266,7 @@ def test_garbage_stays_in_bounds_and_builds_trees(at_end: bool) -> None:
     [
         ("build_tree", {"sequences": 1, "tokens": 2 + MAX_DEVICE_BUDGET}, "extent"),
         ("build_tree", {"sequences": 1, "tokens": 0}, "extent"),
+        ("build_tree", {"sequences": 1, "tokens": 1, "outlook": 1 + MAX_DEVICE_BUDGET}, "extent"),
         ("build_tree", {"sequences": 1, "tokens": 5, "positions_l": 2, "candidates_k": 2}, "pointer"),
         ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 1}, "extent"),
         ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 2}, "pointer"),

@@ -153,8 +153,11 @@ class Follower:
         assert self.engine.length(self.slot) == len(self.tokens)
 
     def truncate(self, length: int) -> None:
-        del self.tokens[length:]
+        kept = self.engine.restorable(self.slot, length)
+        assert kept == length or self.engine.manifest.target_dims.delta
         self.engine.truncate(self.slot, length)
+        assert self.engine.length(self.slot) == kept
+        del self.tokens[kept:]
 
     def _compare(self, verdict: Verdict, logits: Array, what: str) -> None:
         found = np.asarray(verdict.logits)

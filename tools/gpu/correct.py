@@ -88,10 +88,10 @@ def check_pointwise(device: torch.device) -> dict[str, float]:
         positions = torch.arange(66, dtype=torch.int32, device=device).view(2, 33) * 15
         total, normed = Pointwise(kernels=True).add_norm(x, update, weight, eps)
         exact = [x.double() + update.double(), Pointwise().add_norm(total.double(), None, weight.double(), eps)[1]]
-        found = [total, normed]
-        found += Pointwise(kernels=True).split_qkv(qkv, norm, norm, tables, positions, eps, heads)
+        found, each = [total, normed], (heads, dims.num_kv_heads)
+        found += Pointwise(kernels=True).split_qkv(qkv, norm, norm, tables, positions, eps, each)
         wide, wide_norm = qkv.double(), norm.double()
-        exact += Pointwise().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, heads)
+        exact += Pointwise().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, each)
         found.append(Pointwise(kernels=True).swiglu(gate_up))
         exact.append(Pointwise().swiglu(gate_up.double()))
         for name, a, b in zip(("sum", "norm", "q", "k", "v", "swiglu"), found, exact, strict=True):

@@ -1,4 +1,5 @@
-"""Check the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, compaction.
+"""Check the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, a draft's
+candidates against PyTorch, compaction; and time those whose work depends on a draft.
 
     python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 
@@ -11,6 +12,7 @@ import argparse
 import ctypes
 import json
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,17 @@ def as_pointer(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
+def host_trees(host: ctypes.CDLL, log_probs: np.ndarray, budgets: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Parents, ranks, depths and log-weights [cases, tokens] and counts [cases] of the host's trees."""
+    cases, length, width = log_probs.shape
+    found: list[np.ndarray] = [np.full((cases, tokens), value, np.int32) for value in (-1, 0, 0)]
+    found += [np.full((cases, tokens), -np.inf), np.zeros(cases, np.int32)]
+    places = map(as_pointer, found)
+    bad = host.host_build_trees(as_pointer(log_probs), cases, length, width, as_pointer(budgets), tokens, *places)
+    assert bad == -1, f"the host refused case {bad}"
+    return found
+
+
 def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
     """Compare build and walk of `cases` random trees, a third of them full of ties, bit by bit with the host's."""
     rng = np.random.default_rng(0)
@@ -184,24 +197,22 @@ def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
         roots = rng.integers(0, 5, batch).astype(np.int32)
         dev = partial(torch.tensor, device=device)
         ids, parents, depths = (torch.full((batch, tokens), -7, dtype=torch.int32, device=device) for _ in range(3))
-        weights = torch.full((batch, tokens), float("nan"), dtype=torch.float64, device=device)
         counts = torch.full((batch,), -7, dtype=torch.int32, device=device)
+        outlook = int(rng.choice([1, min(2 * tokens, 256)]))
+        weights = torch.full((batch, outlook), float("nan"), device=device)
+        outlook_depths = torch.full((batch, outlook), -7, dtype=torch.int32, device=device)
         torch.ops.ddtree.build_tree(
-            dev(log_probs), dev(candidates), dev(roots), dev(budgets), None, ids, parents, depths, None, weights, counts
-        )
+            dev(log_probs), dev(candidates), dev(roots), dev(budgets), None, ids, parents, depths, None, counts,
+            weights, outlook_depths,
+        )  # fmt: skip
         choices = rng.integers(0, 5, (batch, tokens)).astype(np.int32)
         path = torch.full((batch, tokens), -7, dtype=torch.int32, device=device)
         lengths, bonus = (torch.full((batch,), -7, dtype=torch.int32, device=device) for _ in range(2))
         torch.ops.ddtree.walk(parents, ids, dev(choices), counts, None, path, lengths, bonus, None)
 
-        want_parents = np.full((batch, tokens), -1, np.int32)
-        want_ranks, want_depths = np.zeros((2, batch, tokens), np.int32)
-        want_weights, want_counts = np.zeros((batch, tokens)), np.zeros(batch, np.int32)
-        bad = host.host_build_trees(
-            as_pointer(log_probs), batch, length, width, as_pointer(budgets), tokens, as_pointer(want_parents),
-            as_pointer(want_ranks), as_pointer(want_depths), as_pointer(want_weights), as_pointer(want_counts),
-        )  # fmt: skip
-        assert bad == -1, f"the host refused case {bad}"
+        want_parents, want_ranks, want_depths, _, want_counts = host_trees(host, log_probs, budgets, tokens)
+        whole = np.where(budgets > 0, outlook, 0).astype(np.int32)
+        _, _, seen_depths, seen_weights, _ = host_trees(host, log_probs, whole, 1 + outlook)
         case, column = np.ogrid[:batch, :tokens]
         drafted = (column > 0) & (column < want_counts[:, None])
         want_ids = np.where(drafted, candidates[case, np.maximum(want_depths - 1, 0), want_ranks], roots[:, None])
@@ -214,7 +225,8 @@ def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
         last = want_path[np.arange(batch), want_lengths - 1]
         for name, found, wanted in (
             ("counts", counts, want_counts), ("parents", parents, want_parents), ("depths", depths, want_depths),
-            ("token_ids", ids, want_ids), ("log_weights", weights, want_weights), ("path", path, want_path),
+            ("token_ids", ids, want_ids), ("log_weights", weights, seen_weights[:, 1:].astype(np.float32)),
+            ("outlook_depths", outlook_depths, seen_depths[:, 1:]), ("path", path, want_path),
             ("lengths", lengths, want_lengths), ("next_tokens", bonus, choices[np.arange(batch), last]),
         ):  # fmt: skip
             np.testing.assert_array_equal(found.cpu().numpy(), wanted, err_msg=f"{name} at L={length} K={width}")
@@ -241,6 +253,69 @@ def check_compaction(device: str, cases: int) -> dict[str, Any]:
     return {"cases": cases, "ok": True}
 
 
+def check_candidates(device: str) -> dict[str, Any]:
+    """Compare with topk and logsumexp. Of equal logits the first come first, which topk does not promise."""
+    make = torch.Generator(device).manual_seed(2)
+    sizes = [(15, 151_936), (3, 49_152), (4, 1000)] if device == "cuda" else [(2, 9000)]
+    for rows, vocabulary in sizes:
+        plain = 5 * torch.randn(rows, vocabulary, generator=make, device=device)
+        tied = plain.round()
+        tied[:, ::3] = -torch.inf
+        for k in (1, 3, 64, 1000):
+            for logits, normalised in ((plain, False), (plain, True), (tied, False)):
+                best = torch.empty(rows, k, device=device)
+                ids = torch.empty(rows, k, dtype=torch.int32, device=device)
+                torch.ops.ddtree.draft_top(logits, normalised, best, ids)
+                wanted, order = (x[:, :k] for x in logits.sort(descending=True, stable=True))
+                if normalised:
+                    wanted = wanted - logits.logsumexp(-1, keepdim=True)
+                assert torch.equal(ids.long(), order), f"candidates at V={vocabulary} K={k}"
+                assert (best - wanted).abs().nan_to_num().max() <= (1e-5 if normalised else 0), f"K={k}"
+    return {"cases": 12 * len(sizes), "ok": True}
+
+
+def microseconds(device: str, work: Callable[[], Any]) -> float:
+    """Of a captured graph of the work: the least of several replays. On a CPU it is run once, and the figure is 0."""
+    if device != "cuda":
+        work()
+        return 0.0
+    graph, marks = torch.cuda.CUDAGraph(), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            work()
+    found = []
+    for _ in range(20):
+        marks[0].record()
+        graph.replay()
+        marks[1].record()
+        marks[1].synchronize()
+        found.append(100 * marks[0].elapsed_time(marks[1]))
+    return min(found)
+
+
+def time_drafts(device: str) -> dict[str, Any]:
+    """Microseconds of trees by their nodes, and of candidates by rows of 151,936 logits, ours and PyTorch's."""
+    cuda, ops = device == "cuda", torch.ops.ddtree
+    report: dict[str, Any] = {"ok": True}
+    make = torch.Generator(device).manual_seed(3)
+    control = partial(torch.zeros, dtype=torch.int32, device=device)
+    for nodes in (16, 64, 256, 1024) if cuda else (16,):
+        log_probs = torch.randn(1, 15, nodes, generator=make, device=device).sort(descending=True)[0].log_softmax(-1)
+        tree = [control(1, 1 + nodes) for _ in range(3)]
+        given = log_probs, control(1, 15, nodes), control(1), None, None, *tree, None, control(1)
+        report[f"build_tree of {nodes} nodes"] = microseconds(device, partial(ops.build_tree, *given))
+    for rows in (15, 192, 960) if cuda else (1,):
+        logits = 5 * torch.randn(rows, 151_936, generator=make, device=device)
+        best, ids = torch.empty(rows, 64, device=device), control(rows, 64)
+        for name, work in (
+            ("draft_top", partial(ops.draft_top, logits, True, best, ids)),
+            ("topk", partial(torch.topk, logits, 64)),
+            ("logsumexp", partial(torch.logsumexp, logits, -1)),
+        ):
+            report[f"{name} of {rows} rows"] = microseconds(device, work)
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("library", type=Path)
@@ -259,8 +334,10 @@ def main() -> int:
     report = {}
     for name, check in (
         ("trees", lambda: check_trees(args.device, host, 100 if small else 10_000)),
+        ("candidates", lambda: check_candidates(args.device)),
         ("compaction", lambda: check_compaction(args.device, 10 if small else 200)),
         ("attention", lambda: check_attention(args.device)),
+        ("microseconds", lambda: time_drafts(args.device)),
     ):
         began = time.perf_counter()
         try:

@@ -23,10 +23,13 @@ struct Version {
     const char* name;
     void (*attend)(const AttentionPass&, const Parallel&);
     void (*compact)(const CacheShape&, unsigned char*, int64_t, const int32_t*, int64_t);
+    void (*delta)(const DeltaPass&, const Parallel&);
+    void (*delta_commit)(const DeltaShape&, float*, const float*, const int32_t*, int64_t);
 };
+#define DDTREE_FUNCTIONS(isa) isa::attend, isa::compact, isa::delta, isa::delta_commit
 
 Version chosen() {
-    const Version plain{"plain", plain::attend, plain::compact};
+    const Version plain{"plain", DDTREE_FUNCTIONS(plain)};
 #ifdef DDTREE_X86
     const char* limit = std::getenv("DDTREE_CPU_ISA");  // for tests: the version to take
     const auto allowed = [&](const char* name) { return limit == nullptr || std::strcmp(limit, name) == 0; };
@@ -35,13 +38,13 @@ Version chosen() {
     // Intel's dot products of bfloat16 take longer than the two multiply-adds that each stands for.
     const bool dots = __builtin_cpu_supports("avx512bf16") && (__builtin_cpu_is("amd") || limit != nullptr);
     if (wide && dots && allowed("avx512-bf16")) {
-        return {"avx512-bf16", avx512_bf16::attend, avx512_bf16::compact};
+        return {"avx512-bf16", DDTREE_FUNCTIONS(avx512_bf16)};
     }
     if (wide && allowed("avx512")) {
-        return {"avx512", avx512::attend, avx512::compact};
+        return {"avx512", DDTREE_FUNCTIONS(avx512)};
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && allowed("avx2")) {
-        return {"avx2", avx2::attend, avx2::compact};
+        return {"avx2", DDTREE_FUNCTIONS(avx2)};
     }
 #endif
     return plain;
@@ -58,6 +61,12 @@ void attend(const AttentionPass& pass, const Parallel& parallel) { version().att
 
 void compact(const CacheShape& shape, unsigned char* slot, int64_t start, const int32_t* keep, int64_t kept) {
     version().compact(shape, slot, start, keep, kept);
+}
+
+void delta(const DeltaPass& pass, const Parallel& parallel) { version().delta(pass, parallel); }
+
+void delta_commit(const DeltaShape& shape, float* state, const float* moves, const int32_t* rows, int64_t count) {
+    version().delta_commit(shape, state, moves, rows, count);
 }
 
 const char* attention_isa() { return version().name; }

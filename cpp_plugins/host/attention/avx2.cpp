@@ -1,2 +1,3 @@
 #define DDTREE_ISA avx2
 #include "attention/kernel.inl"
+#include "delta/kernel.inl"

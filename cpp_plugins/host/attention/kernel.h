@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ddtree/cpu_attention.h"
+#include "ddtree/cpu_delta.h"
 
 namespace ddtree::cpu {
 
@@ -12,6 +13,8 @@ void rotate(const AttentionPass& pass, const float* vector, int64_t position, fl
     namespace isa {                                                                                                \
     void attend(const AttentionPass& pass, const Parallel& parallel);                                              \
     void compact(const CacheShape& shape, unsigned char* layer, int64_t start, const int32_t* keep, int64_t kept); \
+    void delta(const DeltaPass& pass, const Parallel& parallel);                                                   \
+    void delta_commit(const DeltaShape& shape, float* state, const float* moves, const int32_t* rows, int64_t n);  \
     }
 DDTREE_VERSION(plain)
 DDTREE_VERSION(avx2)

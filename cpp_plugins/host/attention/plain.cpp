@@ -1,2 +1,3 @@
 #define DDTREE_ISA plain
 #include "attention/kernel.inl"
+#include "delta/kernel.inl"

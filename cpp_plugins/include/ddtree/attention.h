@@ -29,7 +29,7 @@ struct TreeAttention {
     const int32_t* past_len;   // [N] on the device, clamped to 0 ... S - T
     const int32_t* tree_mask;  // [N, T, W] on the device; unused unless mask_mode is tree
     void* out;                 // [N, T, Hq, D]; a token that sees nothing gets zeros
-    void* workspace;           // attention_workspace_bytes() of scratch
+    void* workspace;           // attention_workspace_bytes() of scratch; a smaller GPU writes less of it
     size_t workspace_bytes;
     int32_t sequences;  // N
     int32_t tokens;     // T

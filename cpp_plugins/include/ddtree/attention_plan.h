@@ -12,6 +12,8 @@ namespace ddtree {
 
 constexpr int kTileKeys = 64;  // keys a block processes in one step
 constexpr int kWarpRows = 16;  // rows of one tensor-core product
+// Of the largest GPU considered; what is set aside for it serves every other, which cuts the keys into fewer parts.
+constexpr int32_t kMostMultiprocessors = 192;
 
 struct AttentionExtents {
     int32_t sequences;  // N
@@ -21,6 +23,7 @@ struct AttentionExtents {
     int32_t head_dim;   // D
     int32_t capacity;   // S
     int32_t splits;     // parts the keys are cut into; 0 lets the plan choose
+    int32_t multiprocessors = kMostMultiprocessors;
 };
 
 // A block has row_warps * key_warps warps: each owns 16 rows and 64 / key_warps keys of every tile.
@@ -43,9 +46,9 @@ inline AttentionPlan plan_attention(const AttentionExtents& call) {
         plan.splits = call.splits;
         return plan;
     }
-    // One wave of blocks on the largest GPU considered, 132 multiprocessors with registers for so many blocks each.
-    // past_len is on the device, so one cut must serve every length: a short past leaves parts empty.
-    const int64_t wanted = 132 * (plan.row_warps == 8 ? 1 : plan.row_warps == 4 ? 2 : 3);
+    // One wave of blocks: a multiprocessor has registers for so many. past_len is on the device, so one cut must serve
+    // every length: a short past leaves parts empty.
+    const int64_t wanted = call.multiprocessors * (plan.row_warps == 8 ? 1 : plan.row_warps == 4 ? 2 : 3);
     const int64_t blocks = std::max<int64_t>(1, static_cast<int64_t>(call.sequences) * call.kv_heads * plan.row_tiles);
     const int64_t tiles = (static_cast<int64_t>(call.capacity) + kTileKeys - 1) / kTileKeys;
     plan.splits = static_cast<int32_t>(std::max<int64_t>(1, std::min(wanted / blocks, tiles)));
@@ -57,7 +60,8 @@ inline int64_t partial_rows(const AttentionExtents& call, const AttentionPlan& p
     return plan.splits == 1 ? 0 : static_cast<int64_t>(call.sequences) * call.kv_heads * plan.splits * plan.rows;
 }
 
-// Scratch of one call: of every partial row D outputs, its largest score and the sum of its exponentials, in float32.
+// Scratch of one call on the largest GPU considered: of every partial row D outputs, its largest score and the sum of
+// its exponentials, in float32.
 inline size_t partial_bytes(const AttentionExtents& call) {
     return static_cast<size_t>(partial_rows(call, plan_attention(call))) * (call.head_dim + 2) * sizeof(float);
 }

@@ -11,7 +11,9 @@ namespace ddtree {
 
 constexpr int32_t kMaxDeviceBudget = 1024;
 
-// Algorithm 1 of arXiv 2604.12989 with the order of the host's build_tree (tree.h), ties included.
+// Algorithm 1 of arXiv 2604.12989 with the order of the host's build_tree (tree.h), ties included. The nodes of a
+// larger tree, whose beginning the tree is, are the outlook: what budgets are chosen by must be seen beyond the tree's
+// end.
 struct TreeBuild {
     const float* log_probs;      // [N, L, K], rows falling; NaN and -inf: candidates that are never chosen
     const int32_t* candidates;   // [N, L, K]
@@ -22,12 +24,14 @@ struct TreeBuild {
     int32_t* parents;            // [N, T]; -1 for the root and for padding
     int32_t* depths;             // [N, T]; 0 for the root and for padding
     int32_t* positions;          // [N, T] past_len + depth; may be null
-    double* log_weights;         // [N, T], 0 for the root and for padding; may be null
     int32_t* counts;             // [N] nodes of the tree, root included
+    float* log_weights;          // [N, O] of the outlook's nodes 1 ... O, root not counted; -inf where there is none
+    int32_t* outlook_depths;     // [N, O] theirs; 0 where there is none. A budget of 0 has no outlook
     int32_t sequences;           // N
     int32_t positions_l;         // L
     int32_t candidates_k;        // K
     int32_t tokens;              // T <= 1 + kMaxDeviceBudget
+    int32_t outlook;             // O <= kMaxDeviceBudget; 0: none, and its arrays may be null
 };
 Status device_build_tree(const TreeBuild& call, Stream stream);
 

@@ -11,14 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from ddtree_trt.build.checkpoint.dialect import LANGUAGE_MODEL, Dialect, architectures, dialect_of, refuse_unknown
+from ddtree_trt.build.checkpoint.dialect import (
+    LANGUAGE_MODEL,
+    Dialect,
+    Known,
+    architectures,
+    attention_layers,
+    dialect_of,
+    refuse_unknown,
+    stated,
+)
 from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.experts import Experts, expert_contradiction
-from ddtree_trt.models.families import EXPERT_NAMES, FAMILIES, QWEN3, Family, titles
+from ddtree_trt.models.delta import DeltaNet
+from ddtree_trt.models.experts import SHARED, Experts, expert_contradiction
+from ddtree_trt.models.families import (
+    DELTA_NAMES,
+    EXPERT_NAMES,
+    FAMILIES,
+    INTERVAL,
+    LINEAR_ATTENTION,
+    QWEN3,
+    ROTARY_SHARE,
+    SHARED_EXPERT,
+    Family,
+    titles,
+)
 from ddtree_trt.models.rope_scaling import (
     FACTOR,
     ROPE_BASE,
@@ -43,7 +64,9 @@ _ROPE_TYPES = ("rope_type", "type")
 _ROPE_POSITIONS = "original_max_position_embeddings"
 _MSCALE = ("mscale", "mscale_all_dim")  # a YaRN scaling may give these instead of its attention factor
 _ROPE_OPTIONAL = (_ROPE_POSITIONS, "beta_fast", "beta_slow", "truncate", "attention_factor")
-_ROPE_KNOWN = {**dict.fromkeys(_ROPE_TYPES, ("default", *SCALINGS)), "partial_rotary_factor": (1,), "rope_theta": None}
+_ROPE_KNOWN: Known = {**dict.fromkeys(_ROPE_TYPES, ("default", *SCALINGS)), ROTARY_SHARE: (1,), "rope_theta": None}
+# Of a text all three positions of a vision-language model's rotary embedding are the same.
+_ROPE_OF_HYBRIDS: Known = {**_ROPE_KNOWN, ROTARY_SHARE: None, "mrope_section": None, "mrope_interleaved": None}
 
 
 @dataclass(frozen=True)
@@ -75,11 +98,13 @@ def read_config(directory: Path) -> ModelConfig:
     dialect.refuse_unknown(fields, family)
     quantization = read_quantization(directory, fields)
     dims = dialect.read_dims(fields, transformer_dims(decoder, family), family)
-    if quantization and dims.experts:
-        raise fields.source.fault("its experts are quantised, which is not implemented; use the model before that")
+    if quantization and (dims.experts or dims.delta):
+        which = "experts are" if dims.experts else "delta-net layers are"
+        raise fields.source.fault(f"its {which} quantised, which is not implemented; use the model before that")
+    places = [decoder, fields] if dialect.skipped else [decoder]
     return ModelConfig(
         dims=dims,
-        tied=decoder.flag("tie_word_embeddings", False),
+        tied=stated("tie_word_embeddings", bool, *places) or False,
         stop_token_ids=_stop_token_ids(directory, decoder, dims.vocab_size),
         quantization=quantization,
         dialect=dialect,
@@ -94,7 +119,7 @@ def _read(path: Path) -> Fields:
 def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
     """The family of its layers. Raises CheckpointError for a model of none, and for a class with other parts around
     the layers; a checkpoint may leave its class out, and a decoder in an object of its own its type."""
-    if not decoder.has("model_type") and not dialect.decoder:
+    if not decoder.has("model_type") and not dialect.speculators:
         raise decoder.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
     model_type = decoder.text("model_type", QWEN3.model_type)
     family = FAMILIES.get(model_type)
@@ -105,8 +130,11 @@ def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
     if family is None:
         known = f"only {titles('and')} models ({', '.join(map(repr, FAMILIES))}) are supported"
         raise decoder.fault("model_type", f"is {shown(model_type)}, {known}")
-    wanted = dialect.architectures or (family.architecture,)
-    if other := [name for name in classes if name not in wanted and not dialect.decoder]:
+    whole = family.with_vision if dialect.skipped else family.architecture
+    if not whole:
+        raise decoder.fault("model_type", f"is {shown(model_type)}, whose vision-language models are not implemented")
+    wanted = dialect.architectures or (whole,)
+    if other := [name for name in classes if name not in wanted and not dialect.speculators]:
         offered = f"of {dialect.title} {' and '.join(wanted)} is"
         raise decoder.fault("architectures", f"is {shown(other[0])}, which is not implemented; {offered}")
     return family
@@ -133,16 +161,49 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
     if size % _HEAD_DIM_MULTIPLE:
         raise fields.fault("head_dim", f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
-    scaling = _rope_scaling(fields, sizes["rope_theta"], sizes["max_positions"])
+    known = _ROPE_OF_HYBRIDS if family.delta else _ROPE_KNOWN
+    scaling = _rope_scaling(fields, sizes["rope_theta"], sizes["max_positions"], known)
     if scaling is not None and scaling.rope_type == "yarn":
         # Often left as it was where YaRN is switched on, which is made for `factor` times the positions of training.
         scaled = int(scaling.factor * scaling.original_max_position_embeddings)
         sizes["max_positions"] = max(sizes["max_positions"], scaled)
         if scaled > bounds.POSITIONS.highest:
             raise fields.source.fault(f"its rotary scaling is made for {scaled} positions, more than are supported")
+    delta = _delta_net(fields, family, sizes["num_layers"]) if family.delta else None
     return TransformerDims(
-        **sizes, **family.switches, rope_scaling=scaling, experts=_experts(fields, family) if family.experts else None
+        **sizes,
+        **family.switches,
+        rope_scaling=scaling,
+        experts=_experts(fields, family) if family.experts else None,
+        rotary_dim=_rotary_dim(fields, family, size) if family.delta else None,
+        delta=delta,
     )
+
+
+def _delta_net(fields: Fields, family: Family, layers: int) -> DeltaNet:
+    """A hybrid's layers without attention. Raises the fields' error."""
+    kinds, defaults = get_type_hints(DeltaNet, include_extras=True), family.defaults
+    values = {field: fields.value(name, kinds[field], defaults[name]) for field, name in DELTA_NAMES.items()}
+    for field in ("key_dim", "value_dim"):
+        if values[field] % _HEAD_DIM_MULTIPLE:
+            problem = f"is {values[field]}, it must be a multiple of {_HEAD_DIM_MULTIPLE}"
+            raise fields.fault(DELTA_NAMES[field], problem)
+    interval = fields.value(INTERVAL, Annotated[int, bounds.LAYERS], defaults[INTERVAL])
+    attention = attention_layers(fields, layers, interval, LINEAR_ATTENTION)
+    delta = DeltaNet(**values, attention_layers=attention, interleaved=family.interleaved)
+    if contradicts := delta.contradiction(layers):
+        raise fields.source.fault(contradicts)
+    return delta
+
+
+def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """Elements of a head that are rotated. Raises the fields' error."""
+    places = (*map(fields.section, _ROPE_SECTIONS), fields)
+    given = stated(ROTARY_SHARE, Annotated[float, Between(0, 1)], *places)
+    share: Any = family.defaults[ROTARY_SHARE] if given is None else given
+    if (size := int(head_dim * share)) < 2 or size % 2:
+        raise fields.source.fault(f"{ROTARY_SHARE} {share} rotates {size} of {head_dim} elements, no even number")
+    return size
 
 
 def _experts(fields: Fields, family: Family) -> Experts:
@@ -155,7 +216,9 @@ def _experts(fields: Fields, family: Family) -> Experts:
     for field, name in EXPERT_NAMES.items():
         given = _EXPERT_COUNTS[1] if field == "count" and first is None and second is not None else name
         values[field] = fields.value(given, kinds[field], family.defaults[name])
-    experts = Experts(**values)
+    if SHARED_EXPERT in family.defaults:
+        values["shared"] = fields.value(SHARED_EXPERT, Annotated[int, SHARED], family.defaults[SHARED_EXPERT])
+    experts = Experts(**values, stacked=family.stacked)
     if problem := expert_contradiction(experts):
         raise fields.fault(EXPERT_NAMES["per_token"], f"is {experts.per_token}: {problem}")
     return experts
@@ -189,11 +252,11 @@ def _rope_theta(fields: Fields) -> float | None:
     return next(iter(found.values()), None)
 
 
-def _rope_scaling(fields: Fields, theta: float, max_positions: int) -> RopeScaling | None:
+def _rope_scaling(fields: Fields, theta: float, max_positions: int, known: Known) -> RopeScaling | None:
     """The scaling; None for plain rotary embedding. Raises the fields' error for a type or a field that is not
     implemented, and for values that contradict each other."""
     sections = [section for name in _ROPE_SECTIONS if (section := fields.section(name)).data]
-    found = [_scaling_of(section, max_positions) for section in sections]
+    found = [_scaling_of(section, max_positions, known) for section in sections]
     if len(set(found)) > 1:
         raise fields.source.fault(f"{' and '.join(_ROPE_SECTIONS)} state different scalings: which is it?")
     scaling = next(iter(found), None)
@@ -202,19 +265,19 @@ def _rope_scaling(fields: Fields, theta: float, max_positions: int) -> RopeScali
     return scaling
 
 
-def _scaling_of(section: Fields, max_positions: int) -> RopeScaling | None:
-    """One object's scaling."""
-    refuse_unknown(section, {**dict.fromkeys(section.data), **_ROPE_KNOWN})  # the type first: it says more
+def _scaling_of(section: Fields, max_positions: int, known: Known) -> RopeScaling | None:
+    """One object's scaling; `known` are the fields of every type."""
+    refuse_unknown(section, {**dict.fromkeys(section.data), **known})  # the type first: it says more
     types = {name: section.text(name) for name in _ROPE_TYPES if section.has(name)}
     if len(set(types.values())) > 1:
         raise section.fault("type", f"is {shown(types['type'])}, rope_type {shown(types['rope_type'])}: which is it?")
     kind: Any = next(iter(types.values()), "default")
     if kind == "default":
-        refuse_unknown(section, {**_ROPE_KNOWN, "factor": (1,)})
+        refuse_unknown(section, {**known, "factor": (1,)})
         return None
     used = scaling_fields(kind)
     also = _MSCALE if kind == "yarn" else ()
-    refuse_unknown(section, {**_ROPE_KNOWN, **dict.fromkeys((*used, *also))})
+    refuse_unknown(section, {**known, **dict.fromkeys((*used, *also))})
     given: dict[str, Any] = {name: section.data[name] for name in used if section.has(name)}
     if missing := [name for name in used if name not in given and name not in _ROPE_OPTIONAL]:
         raise section.source.fault(f"{section.path} has no {missing[0]}")

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 from ddtree_trt.drafters.registry import KINDS
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.models.decoder import LAYERS, TransformerDims
-from ddtree_trt.models.families import CONFIG_NAMES, EXPERT_NAMES, FAMILIES, Family
+from ddtree_trt.models.families import CONFIG_NAMES, EXPERT_NAMES, FAMILIES, FULL_ATTENTION, LAYER_TYPES, Family
 from ddtree_trt.reading import Between, Fields, shown
 
 # The library `speculators` writes the drafter's type, and its decoder in an object of its own.
 SPECULATORS_TYPE, SPECULATORS_DECODER = "speculators_model_type", "transformer_layer_config"
+TEXT = "text_config"  # the object of a vision-language model's text part
 LONGEST_WINDOW = 1 << 30
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING = FULL_ATTENTION, "sliding_attention"
 
 # Field → the values that change nothing; None: it is read, or no number of the model depends on it. A field that is
 # null is not set.
@@ -103,6 +104,7 @@ class Dialect:
     architectures: tuple[str, ...] = ()  # the classes it has in config.json; () for that of its decoder's family
     mark: str = ""  # the field that tells it from others where the class does not
     speculators: str = ""  # its type, where it is a layout of the library `speculators`
+    skipped: str = ""  # what of a model is left out, in words for the user
     sections: Mapping[str, Known] = field(default_factory=dict)  # objects within the file
     settle: Settle = lambda dims, stored: dims
     unused: tuple[str, ...] = ()  # beginnings of the names of tensors that drafting does not need
@@ -111,7 +113,7 @@ class Dialect:
     @property
     def decoder(self) -> str | None:
         """The object that states the decoder; None: the file does."""
-        return SPECULATORS_DECODER if self.speculators else None
+        return SPECULATORS_DECODER if self.speculators else TEXT if self.skipped else None
 
     def our_name(self, name: str) -> str:
         """Our name of a tensor of the checkpoint."""
@@ -153,8 +155,16 @@ def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
 
 
 def _language_model_dims(fields: Fields, dims: TransformerDims, family: Family) -> TransformerDims:
-    refuse_windows(fields, family, dims.num_layers)
+    if not family.delta:  # whose kinds of layers are among the dimensions
+        refuse_windows(fields, family, dims.num_layers)
     return dims
+
+
+def _stored_experts(dims: TransformerDims, stored: Collection[str]) -> TransformerDims:
+    """As the checkpoint has them: some that were made of others have every expert apart."""
+    if dims.experts is None or not dims.experts.stacked or any(n.endswith(".experts.gate_up_proj") for n in stored):
+        return dims
+    return replace(dims, experts=replace(dims.experts, stacked=False))
 
 
 # Targets, and drafters that are one.
@@ -162,6 +172,20 @@ LANGUAGE_MODEL = Dialect(
     title="other checkpoints",
     fields={"is_causal": (True,), "is_decoder": (True, False)},
     read_dims=_language_model_dims,
+    settle=_stored_experts,
+    unused=("mtp.",),  # layers that predict several tokens
+)
+VISION_LANGUAGE = replace(
+    LANGUAGE_MODEL,
+    title="vision-language models",
+    fields=words(
+        """architectures model_type tie_word_embeddings eos_token_id quantization_config text_config vision_config
+        language_model_only image_token_id video_token_id vision_start_token_id vision_end_token_id"""
+    ),
+    sections={TEXT: {}},
+    skipped="its vision tower",
+    unused=(*LANGUAGE_MODEL.unused, "model.visual."),
+    renamed={"model.language_model.": "model."},
 )
 
 
@@ -172,7 +196,7 @@ def architectures(fields: Fields) -> list[str]:
 
 def dialect_of(fields: Fields) -> Dialect:
     """By the type of speculators' layout, else by the class, else by the mark. What is none of these is a language
-    model, whose known fields are no other drafter's."""
+    model, or has one as a part, whose known fields are no other drafter's."""
     kinds = [kind for kind in KINDS.values() if "dialects" in kind.halves]
     dialects: list[Dialect] = [dialect for kind in kinds for dialect in kind.load("dialects")]
     if fields.has(SPECULATORS_TYPE) or fields.has(SPECULATORS_DECODER):
@@ -184,7 +208,7 @@ def dialect_of(fields: Fields) -> Dialect:
     named = set(architectures(fields)) - {family.architecture for family in FAMILIES.values()}
     by_class = [dialect for dialect in dialects if not named.isdisjoint(dialect.architectures)]
     by_mark = [dialect for dialect in dialects if dialect.mark and fields.has(dialect.mark)]
-    return next(iter((*by_class, *by_mark, LANGUAGE_MODEL)))
+    return next(iter((*by_class, *by_mark, VISION_LANGUAGE if fields.has(TEXT) else LANGUAGE_MODEL)))
 
 
 # What several dialects state
@@ -215,15 +239,29 @@ def sliding_layers(fields: Fields, family: Family, layers: int) -> list[bool]:
     within = Between(1 if switched else 0, LONGEST_WINDOW)
     no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
     first = fields.integer("max_window_layers", Between(0, LAYERS.highest), 28)
-    kinds = fields.optional("layer_types", list[str])
+    kinds = fields.optional(LAYER_TYPES, list[str])
     if kinds is None:
         return [switched and not no_window and (family.windowed or i >= first) for i in range(layers)]
-    if len(kinds) != layers:
-        raise fields.fault("layer_types", f"has {len(kinds)} entries for num_hidden_layers {layers}")
-    if other := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
-        problem = f"is {shown(other[0])}, which is not implemented; {_FULL!r} and {_SLIDING!r} are"
-        raise fields.fault("layer_types", problem)
+    _check_kinds(fields, kinds, layers, (_FULL, _SLIDING))
     return [kind == _SLIDING or (family.windowed and not no_window) for kind in kinds]
+
+
+def attention_layers(fields: Fields, layers: int, interval: int, other: str) -> tuple[int, ...]:
+    """The layers of full attention, as listed or the last of every `interval`; the others must be of the kind
+    `other`."""
+    kinds = fields.optional(LAYER_TYPES, list[str])
+    if kinds is None:
+        return tuple(range(interval - 1, layers, interval))
+    _check_kinds(fields, kinds, layers, (other, _FULL))
+    return tuple(i for i, kind in enumerate(kinds) if kind == _FULL)
+
+
+def _check_kinds(fields: Fields, kinds: list[str], layers: int, known: tuple[str, str]) -> None:
+    if len(kinds) != layers:
+        raise fields.fault(LAYER_TYPES, f"has {len(kinds)} entries for num_hidden_layers {layers}")
+    if wrong := [kind for kind in kinds if kind not in known]:
+        offered = " and ".join(map(repr, known))
+        raise fields.fault(LAYER_TYPES, f"is {shown(wrong[0])}, which is not implemented; {offered} are")
 
 
 def refuse_windows(fields: Fields, family: Family, layers: int) -> None:

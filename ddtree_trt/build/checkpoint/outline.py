@@ -20,6 +20,7 @@ class Outline:
     dims: TransformerDims  # of the record that the kind of drafter has
     shapes: Shapes = field(repr=False)  # of all tensors' values: quantised ones may be stored packed
     quantization: Quantization | None
+    skipped: str  # what of the checkpoint's model is left out, in words; "" for nothing
 
     @property
     def kind(self) -> DrafterKind:

@@ -21,6 +21,7 @@ from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.network import DIVISORS, read_gguf_config, read_tensor
+from ddtree_trt.build.checkpoint.hybrids import in_our_form
 from ddtree_trt.build.checkpoint.outline import Outline
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
 from ddtree_trt.build.checkpoint.scales import (
@@ -74,15 +75,15 @@ class Checkpoint(Outline):
         return CheckpointIdentity(self.name, self.revision, digest)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A float32 copy of one tensor, dequantised if need be. Raises CheckpointError for an unknown name, NaN or
-        Inf."""
+        """A float32 copy of one tensor, dequantised if need be, and of a hybrid's in our form. Raises CheckpointError
+        for an unknown name, NaN or Inf."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         if scales := self.scales(name):
             values = dequantize(self.stored(name), scales)
             check_finite(name, self.tensors[name], values.reshape(-1))
             return values
-        values = self._read(name)
+        values = in_our_form(name, self._read(name), self.dims)
         if name == TO_TARGET:
             self._check_offsets(values)
         return values
@@ -144,6 +145,7 @@ def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCA
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,
         quantization=config.quantization,
+        skipped=config.dialect.skipped,
     )
 
 

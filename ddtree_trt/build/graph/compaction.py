@@ -16,6 +16,9 @@ In engines of native attention it is a gather and a cache update for each plane:
 present at one address. The gather makes a copy [1, Hkv, K, D] of the rows, on which the update in place depends, so
 that rows are read before any is written.
 
+Of a hybrid it also advances the states of the slot, natively only, by `taken` and `before`, rows of the target's last
+pass; `build/graph/delta.py` says how.
+
 All shapes of a call are fixed, so that one CUDA graph for each slot serves every commit. K is `window_rows`: no draft
 of a block is longer. A longer path takes several executions, front to back: the next one has past_len + K, and
 keep[K:] − K. A last window that would end behind the cache begins earlier, with keep[j] = j for what is in its place
@@ -24,18 +27,31 @@ already.
 
 from __future__ import annotations
 
-from onnx import ModelProto, TensorProto, helper
+from dataclasses import dataclass
+
+from onnx import ModelProto
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName
-from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph
-from ddtree_trt.build.graph.ops import TYPES
+from ddtree_trt.build.graph import delta
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
+from ddtree_trt.build.graph.ops import Shape, Sink
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.delta import DeltaNet
 
 PLANES = "P"
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """What of a hybrid's states advances with a commit."""
+
+    net: DeltaNet
+    layers: int
+    rows: int  # F: most of a pass
 
 
 def window_rows(drafter: TransformerDims) -> int:
@@ -43,39 +59,47 @@ def window_rows(drafter: TransformerDims) -> int:
     return 1 + kind_of(drafter).longest_draft
 
 
-def compaction_graph(cache: CacheShape, floats: str, window: int, attention: AttentionName) -> ModelProto:
-    """The graph for a target's cache of `floats`, which moves up to `window` rows (K) per execution."""
-    native = attention == "native"
-    past, present = names.past_names(cache.planes // 2), names.present_names(cache.planes // 2)
-    if native:
-        inputs = {names.PAST_LEN: [1], names.KEEP: [window]}
-        shape: list[int | str] = [1, *cache.slot_shape]
-        nodes = [
-            helper.make_node("Add", [names.KEEP, names.PAST_LEN], ["rows"], name="rows"),
-            helper.make_node("Cast", [names.PAST_LEN], ["start"], name="start", to=TensorProto.INT64),
-        ]
-        for source, result in zip(past, present, strict=True):
-            moved = f"{source}.moved"
-            nodes += [
-                helper.make_node("Gather", [source, "rows"], [moved], name=moved, axis=2),
-                helper.make_node("TensorScatter", [source, moved, "start"], [result], name=result, axis=2),
-            ]
-    else:
-        inputs = {names.SLOT_IDS: [1], names.PAST_LEN: [1], names.KEEP: [1, window]}
-        past, present = [names.PAST_CACHE], [names.PRESENT_CACHE]
-        shape = [PLANES, cache.stored_slots, *cache.slot_shape]
-        found = {"plugin_namespace": plugins.NAMESPACE, "plugin_version": plugins.VERSION}
-        given = [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]  # the order of plugins.CompactInput
-        nodes = [helper.make_node(plugins.COMPACT, given, present, "compact", domain=plugins.NAMESPACE, **found)]
-    graph = helper.make_graph(
-        nodes,
-        "compaction",
-        [
-            *(helper.make_tensor_value_info(name, TensorProto.INT32, dims) for name, dims in inputs.items()),
-            *(helper.make_tensor_value_info(name, TYPES[floats], shape) for name in past),
-        ],
-        [helper.make_tensor_value_info(name, TYPES[floats], shape) for name in present],
-    )
-    lowering = NativeGraph if native else PluginGraph
-    opsets = [helper.make_opsetid("", lowering.opset), *(helper.make_opsetid(d, 1) for d in lowering.domains)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=lowering.ir_version, producer_name="ddtree-trt")
+def compaction_graph(
+    sink: Sink, cache: CacheShape, floats: str, window: int, attention: AttentionName, states: Advanced | None = None
+) -> ModelProto:
+    """The graph for a target's cache of `floats`, which moves up to `window` rows (K) per execution; `sink` is given no
+    weight."""
+    if attention != "native":
+        return _by_plugin(PluginGraph("compaction", sink, floats), cache, window)
+    g = NativeGraph("compaction", sink, floats)
+    past = g.input(names.PAST_LEN, "int32", [1])
+    rows = g.op("Add", [g.input(names.KEEP, "int32", [window]), past], ["rows"])
+    start = g.cast(past, "int64", "start")
+    layers, shape = cache.planes // 2, [1, *cache.slot_shape]
+    for source, result in zip(names.past_names(layers), names.present_names(layers), strict=True):
+        moved = g.op("Gather", [g.input(source, floats, shape), rows], [f"{source}.moved"], axis=2)
+        g.op("TensorScatter", [source, moved, start], [result], axis=2)
+        g.output(result, floats, shape)
+    if states is not None:
+        _advance(g, states, window)
+    return g.model()
+
+
+def _advance(g: TensorRtGraph, states: Advanced, window: int) -> None:
+    net, rows = states.net, states.rows
+    taken, before = g.input(names.TAKEN, "int32", [window]), g.input(names.BEFORE, "int32", [1])
+    shapes = (1, net.value_heads, net.key_dim, net.value_dim), (1, 1, net.taps - 1, net.channels)
+    for layer in range(states.layers):
+        past, present = names.state_names("past", layer), names.state_names("present", layer)
+        for name, result, shape in zip(past, present, shapes, strict=True):
+            g.input(name, "float32", shape)
+            g.output(result, "float32", shape)
+        kept = g.input(names.kept_name(layer), "float32", [rows, sum(delta.kept_widths(net))])
+        delta.advance(g, past, kept, (taken, before), net, present)
+
+
+def _by_plugin(g: TensorRtGraph, cache: CacheShape, window: int) -> ModelProto:
+    shape: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
+    for name, rows in ((names.SLOT_IDS, [1]), (names.PAST_LEN, [1]), (names.KEEP, [1, window])):
+        g.input(name, "int32", rows)
+    g.input(names.PAST_CACHE, g.floats, shape)
+    inputs = [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]  # the order of plugins.CompactInput
+    found = {"plugin_namespace": plugins.NAMESPACE, "plugin_version": plugins.VERSION}
+    g.op(plugins.COMPACT, inputs, [names.PRESENT_CACHE], domain=plugins.NAMESPACE, **found)
+    g.output(names.PRESENT_CACHE, g.floats, shape)
+    return g.model()

@@ -12,7 +12,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, cpu_cache_bytes, cpu_cache_rows
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
-from ddtree_trt.build.graph.ops import Attention, Graph, Make, Shape, Table
+from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Make, Shape, Table
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
 from ddtree_trt.plugins import MaskMode
@@ -32,7 +32,10 @@ class OnnxRuntimeGraph(Graph):
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         self._rows = cpu_cache_rows(limits)
         head_bytes = cpu_cache_bytes(dims.head_dim, limits, self.precision)
-        self.input(names.CACHE, "uint8", [dims.num_layers, "S", dims.num_kv_heads, head_bytes])
+        self.input(names.CACHE, "uint8", [len(dims.attention_layers), "S", dims.num_kv_heads, head_bytes])
+        if (d := dims.delta) and (layers := len(dims.delta_layers)):
+            self.input(names.STATES, "float32", [layers, "S", d.state_values])
+            self.input(names.MOVES, "float32", [layers, "moved", d.moved_values])
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.SLOTS, "int64", ["sequences", 5])
@@ -112,6 +115,23 @@ class OnnxRuntimeGraph(Graph):
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
         seen = self._attention(qkv, at, MaskMode.CAUSAL if mask.causal else MaskMode.NONE, mask.window, f"{out}.rows")
         return self.reshape(seen, [-1, block, at.heads[0] * at.head_dim], out)
+
+    def delta_net(self, projected: str, at: Delta, out: str) -> str:
+        """One operator from projection to projection. It walks the trees node by node, each from its parent's state, so
+        that a row's bits are those of its path alone; a tree's matrices would sum in an order of their own."""
+        d = at.net
+        inputs = [projected, at.conv, at.decay, at.step_bias, at.head_norm]
+        attrs = {
+            "key_heads": d.key_heads,
+            "value_heads": d.value_heads,
+            "key_dim": d.key_dim,
+            "value_dim": d.value_dim,
+            "taps": d.taps,
+            "layer": at.layer,
+            "epsilon": at.eps,
+        }
+        inputs += [names.SLOTS, names.PARENTS, names.STATES, names.MOVES]
+        return self.op(plugins.DELTA_NET, inputs, [out], domain=plugins.NAMESPACE, **attrs)
 
     def _attention(self, qkv: tuple[str, str, str], at: Attention, mode: MaskMode, window: int, out: str) -> str:
         """[1, rows of nodes, Hq · D]."""

@@ -16,7 +16,8 @@ import numpy as np
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.ops import Attention, Graph, Make, Shape, Sink, Table
+from ddtree_trt.build.graph import delta
+from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Make, Shape, Sink, Table
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
@@ -66,7 +67,8 @@ class TensorRtGraph(Graph):
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         """Keys and values [slots, Hkv, S, D] of each layer, as inputs and, the same buffers, as outputs."""
         shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
-        past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        layers = len(dims.attention_layers)
+        past, present = names.past_names(layers), names.present_names(layers)
         for name in past:
             self.input(name, self.floats, shape)
         for name in present:
@@ -113,6 +115,10 @@ class TensorRtGraph(Graph):
     def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
         """Raises BuildError; the backends' `check` refuses such networks before."""
         raise BuildError("mixtures of experts are not lowered to TensorRT; use --backend torch")
+
+    def delta_net(self, projected: str, at: Delta, out: str) -> str:
+        """Raises BuildError; hybrids are built with native attention."""
+        raise BuildError("gated delta-net layers are no plugin's; use --attention native")
 
     def _angles(self, table: str, positions: str = names.POSITIONS) -> str:
         """The rows of a rotary table [S, D/2] that positions [N, T] name: [N, T, D/2]."""
@@ -217,15 +223,25 @@ class NativeGraph(TensorRtGraph):
     ir_version = 11
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
+        """Of a hybrid also states, which a pass leaves as they are, what it keeps for a commit, and the rows' parents
+        int32 [N, T], −1 for roots and padding."""
         self._capacity = limits.cache_rows
         super().cache(dims, limits)
+        if (net := dims.delta) is None:
+            return
+        shapes = [net.value_heads, net.key_dim, net.value_dim], [1, net.taps - 1, net.channels]
+        for layer in range(len(dims.delta_layers)):
+            for name, shape in zip(names.state_names("past", layer), shapes, strict=True):
+                self.input(name, "float32", ["N", *shape])
+            self.output(names.kept_name(layer), "float32", ["N", "T", sum(delta.kept_widths(net))])
+        self.input(names.PARENTS, "int32", ["N", "T"])
 
     def slots(self, limits: Limits) -> str:
         return "N"
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         super().row_inputs(tokens, max_tokens, masked=masked)
-        self._words = -(-max_tokens // _WORD)
+        self._most, self._words = max_tokens, -(-max_tokens // _WORD)
 
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
         return self._rounded("RMSNormalization", [self._single(x), weight], out, axis=-1, epsilon=eps)
@@ -237,6 +253,35 @@ class NativeGraph(TensorRtGraph):
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         angles = self._query_angles(at, names.POSITIONS)
         return self._attention(qkv, at, angles, self._tree_visible(), out)
+
+    def delta_net(self, projected: str, at: Delta, out: str) -> str:
+        state, inputs = names.state_names("past", at.layer)
+        past = self.reshape(inputs, [0, -1, at.net.channels], f"{inputs}.rows")
+        done = delta.delta_net(self, projected, at, self._trees(at.net.taps), (state, past), out)
+        delta.keep(self, done, at.net, names.kept_name(at.layer))
+        return done.out
+
+    def _trees(self, taps: int) -> delta.Tree:
+        """The call's trees, from their mask and their rows' parents."""
+        by_bit = self.op("Transpose", [self._bits()], ["tree_bits.rows"], perm=[0, 2, 1])
+        zero, two = self._axis(0), self._axis(2)
+        count = self.op("Shape", [names.PARENTS], ["parents.count"], start=1, end=2)
+        seen = self.op("Slice", [by_bit, zero, count, two], ["seen"])
+        above = self.op("Add", [names.PARENTS, self._integer(taps - 1)], ["parents.place"])
+        above = self.cast(above, "int64", "parents.wide")
+        # Of the past's rows too, as far as a row asks for it.
+        earlier = self.constant("earlier", np.maximum(np.arange(taps - 1) - 1, 0)[None].astype(np.int64))
+        roots = self.op("Mul", [self.rows_between(above, 0, 1, "roots"), zero], ["roots.none"])
+        every = self.concat([self.op("Add", [roots, earlier], ["earlier.each"]), above], "parents.every", axis=1)
+        numbers = self.constant("numbers", np.arange(taps - 1, taps - 1 + self._most, dtype=np.int64)[None])
+        own = self.op("Slice", [numbers, zero, count, self._axis(1)], ["rows.own"])
+        sources = [self.op("Add", [self.op("Mul", [above, zero], ["rows.none"]), own], ["sources.0"])]
+        for step in range(1, taps):
+            sources.append(above)
+            index = self.op("Unsqueeze", [above, two], [f"sources.{step}.index"])
+            above = self.op("GatherND", [every, index], [f"sources.{step}"], batch_dims=1)
+        columns = [self.op("Unsqueeze", [x, two], [f"{x}.column"]) for x in reversed(sources)]
+        return delta.Tree(self.concat(columns, "sources", axis=2), seen, self._most)
 
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
         """Only the block's queries are computed."""
@@ -258,7 +303,7 @@ class NativeGraph(TensorRtGraph):
         )
         cos, sin = (self._angles(table) for table in at.rotary)
         first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
-        new = self._rotated(key, cos, sin), value
+        new = self._rotated(key, cos, sin, at), value
         keys, values = (
             self.op("TensorScatter", [past, rows, first], [present], axis=2)
             for past, rows, present in zip(
@@ -266,7 +311,7 @@ class NativeGraph(TensorRtGraph):
             )
         )
         lengths = self.cast(self._key_lengths(), "int64", f"{KEY_LENGTHS}.wide")
-        inputs = [self._rotated(query, *query_angles), keys, values, visible, "", "", lengths]
+        inputs = [self._rotated(query, *query_angles, at, scaled=True), keys, values, visible, "", "", lengths]
         seen = self.op(ATTENTION, inputs, [f"{out}.by_head"], scale=1.0)
         rows = self.op("Transpose", [seen], [f"{out}.by_row"], perm=[0, 2, 1, 3])
         return self.reshape(rows, [0, 0, query_heads * size], out)
@@ -276,13 +321,26 @@ class NativeGraph(TensorRtGraph):
         rows = self.reshape(x, [0, 0, heads, size], f"{x}.by_row")
         return self.op("Transpose", [rows], [f"{x}.by_head"], perm=[0, 2, 1, 3])
 
-    def _rotated(self, x: str, cos: str, sin: str) -> str:
-        """Rotary embedding of x [N, heads, T, D] by angles [N, T, D/2]."""
-        return self._rounded("RotaryEmbedding", [self._single(x), cos, sin], f"{x}.rotated")
+    def _rotated(self, x: str, cos: str, sin: str, at: Attention, *, scaled: bool = False) -> str:
+        """Rotary embedding of x [N, heads, T, D], of its first elements where not all are rotated, by angles [N, T,
+        rotated / 2]. With `scaled` it is times the scale of attention, which the angles of whole heads have."""
+        single, attrs = self._single(x), {}
+        if at.rotated != at.head_dim:
+            attrs["rotary_embedding_dim"] = at.rotated
+            if scaled:
+                single = self.op("Mul", [single, self._attention_scale(at)], [f"{x}.scaled"])
+        return self._rounded("RotaryEmbedding", [single, cos, sin], f"{x}.rotated", **attrs)
+
+    def _attention_scale(self, at: Attention) -> str:
+        return self.constant("scale", np.array(at.head_dim**-0.5, np.float32))
 
     def _query_angles(self, at: Attention, positions: str) -> tuple[str, str]:
-        """Cosine and sine of positions [N, T], times the scale of attention: [N, T, D/2] each."""
-        scale = self.constant("scale", np.array(at.head_dim**-0.5, np.float32))
+        """Cosine and sine of positions [N, T], where all of a head is rotated times the scale of attention: [N, T,
+        rotated / 2] each."""
+        if at.rotated != at.head_dim:
+            cos, sin = (self._angles(t, positions) for t in at.rotary)
+            return cos, sin
+        scale = self._attention_scale(at)
         cos, sin = (self.op("Mul", [self._angles(t, positions), scale], [f"{t}.scaled"]) for t in at.rotary)
         return cos, sin
 

@@ -15,7 +15,7 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
-from ddtree_trt.build.graph.ops import Attention, Fine, Graph, Table
+from ddtree_trt.build.graph.ops import Attention, Delta, Fine, Graph, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, MLP, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.rotary import rotary_tables
@@ -44,7 +44,7 @@ class Network:
         self.body = body
         self.quantized = quantized
         self.layers = decoder_layers(dims, body)
-        rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.head_dim // 2
+        rotary, half = (dims.rotated, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.rotated // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
         cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
         sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
@@ -100,18 +100,47 @@ class Network:
     def cached(self, index: int) -> Attention:
         """The inputs of layer `index`'s attention."""
         d = self.dims
-        return Attention(index, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
+        place = d.attention_layers.index(index)
+        return Attention(place, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim, d.rotated)
+
+    def mixed(self, index: int, h: str) -> str:
+        """What layer `index` makes of rows h [N, T, H] and those they see, before `project`: by its attention, whose
+        output a hybrid gates, or by its delta net."""
+        g, layer = self.g, self.name(index)
+        if index not in self.dims.attention_layers:
+            return self.delta_net(index, h)
+        seen = g.attention(self.qkv(index, h), self.cached(index), f"{layer}.attn")
+        return g.gated(seen, f"{layer}.attn.gate", f"{layer}.attn.gated") if self.dims.delta else seen
+
+    def delta_net(self, index: int, h: str) -> str:
+        """The gated delta net of layer `index` over rows h [N, T, H]: [N, T, Hv · Dv]."""
+        g, d, parts, layer = self.g, self.dims, self.layers[index], self.name(index)
+        assert d.delta is not None, "a network of attention alone has no other layers"
+
+        def weight(part: Part | None, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> str:
+            assert part is not None, "every delta net has these parts"
+            (source,) = part.sources
+            return g.weight(self.prefix + source, lambda: order(self.weights(source)), "float32")
+
+        conv = weight(parts.conv, lambda values: np.ascontiguousarray(values.T))
+        decay, bias, norm = (weight(part) for part in (parts.decay, parts.step_bias, parts.head_norm))
+        at = Delta(d.delta_layers.index(index), d.delta, conv, decay, bias, norm, d.rms_norm_eps)
+        projected = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out")
+        return g.delta_net(projected, at, f"{layer}.delta")
 
     def qkv(self, index: int, h: str) -> tuple[str, str, str]:
-        """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding."""
+        """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding; of a hybrid
+        also `attn.gate` [N, rows, Hq · D]."""
         g, d, parts, layer = self.g, self.dims, self.layers[index], self.name(index)
         # Of a product with errors, those in values cost the most.
-        queries, keys, values = d.qkv_widths
-        qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out", fine=(queries + keys, values))
+        *others, values = widths = d.projected_widths
+        fine = (sum(others), values)
+        qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out", fine=fine)
         if bias := parts.qkv_bias:
             key = f"{self.prefix}{layer}.{bias.name}"
             qkv = g.op("Add", [qkv, g.weight(key, lambda: self.joined(*bias.sources))], [f"{layer}.qkv.biased"])
-        q, k, v = g.split(qkv, d.qkv_widths, [f"{layer}.{p}" for p in "qkv"])
+        q, k, v = (f"{layer}.{p}" for p in "qkv")
+        g.split(qkv, widths, [q, f"{layer}.attn.gate", k, v] if d.delta else [q, k, v])
         return self.head_norm(parts.q_norm, q, d.num_heads), self.head_norm(parts.k_norm, k, d.num_kv_heads), v
 
     def head_norm(self, part: Part | None, x: str, heads: int) -> str:
@@ -147,11 +176,24 @@ class Network:
             key = f"{self.prefix}{layer}"
             chosen = self.linear(h, f"{layer}.router", *parts.router.sources, out=f"{layer}.router.out")
             projections = (partial(self.stacked, parts.gate_up), partial(self.stacked, parts.down))
-            return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
-        both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out")
-        gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
-        inner = g.swiglu(gate, up, f"{layer}.swiglu")
-        return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp", uneven=True)
+            if parts.shared_gate_up is None or parts.shared_down is None or parts.shared_gate is None:
+                return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
+            mixture = g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.experts")
+            shared = self.swiglu(
+                f"{layer}.shared", h, parts.shared_gate_up, parts.shared_down, self.dims.experts.shared
+            )
+            name = f"{layer}.shared_gate"
+            gate = self.linear(h, name, *parts.shared_gate.sources, out=f"{name}.out")
+            return g.op("Add", [mixture, g.gated(shared, gate, f"{layer}.shared.gated")], [f"{layer}.mlp"])
+        return self.swiglu(layer, h, parts.gate_up, parts.down, width, f"{layer}.mlp")
+
+    def swiglu(self, name: str, h: str, gate_up: Part, down: Part, width: int, out: str = "") -> str:
+        """One SwiGLU of that width over rows h [N, T, H]."""
+        g = self.g
+        both = self.linear(h, f"{name}.gate_up", *gate_up.sources, out=f"{name}.gate_up.out")
+        gate, up = g.split(both, [width, width], [f"{name}.gate", f"{name}.up"])
+        inner = g.swiglu(gate, up, f"{name}.swiglu")
+        return self.linear(inner, f"{name}.down", *down.sources, out=out or f"{name}.mlp", uneven=True)
 
 
 def embedding_table(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
@@ -198,8 +240,7 @@ def build_target_graph(
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
-        attn = g.attention(net.qkv(i, h), net.cached(i), f"{net.name(i)}.attn")
-        h, x = net.after_attention(i, net.project(i, attn), x)
+        h, x = net.after_attention(i, net.project(i, net.mixed(i, h)), x)
         if i in tap_layers:
             taps.append(x)
     if taps:

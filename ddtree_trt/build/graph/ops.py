@@ -19,6 +19,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
+from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.experts import Experts
 
 TYPES = {
@@ -59,10 +60,24 @@ class Table:
 class Attention:
     """The inputs of an attention apart from its rows: the layer, rotary tables, and the shape of its heads."""
 
-    layer: int
-    rotary: tuple[str, str]  # cosine, sine: float32 [S, D/2]
+    layer: int  # of those with attention
+    rotary: tuple[str, str]  # cosine, sine: float32 [S, rotated elements / 2]
     heads: tuple[int, int]  # Hq, Hkv
     head_dim: int  # D
+    rotated: int  # elements of a head that are rotated, its first
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The inputs of a gated delta net apart from its rows; weights are float32."""
+
+    layer: int  # of the delta-net layers
+    net: DeltaNet
+    conv: str  # [taps, C]
+    decay: str  # [Hv]
+    step_bias: str  # [Hv]
+    head_norm: str  # [Dv]
+    eps: float  # of that norm
 
 
 class Graph(ABC):
@@ -283,6 +298,15 @@ class Graph(ABC):
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
         """As `attention`, but the last `block` rows see the rows that `mask` allows. Returns their results
         [N, block, Hq · D]."""
+
+    def gated(self, x: str, gate: str, out: str) -> str:
+        """x times the sigmoid of the gate."""
+        return self.op("Mul", [x, self.op("Sigmoid", [gate], [f"{out}.sigmoid"])], [out])
+
+    @abstractmethod
+    def delta_net(self, projected: str, at: Delta, out: str) -> str:
+        """A gated delta net over rows that see their ancestors and the slot's state: what its projections gave
+        [N, T, sum of `projected_widths`] → [N, T, Hv · Dv], normed and gated."""
 
     def model(self) -> ModelProto:
         """The finished graph."""

@@ -181,7 +181,9 @@ class DFlash(TappedKind):
     def misfit(self, target: TransformerDims) -> str | None:
         d = self.dims
         problem = super().misfit(target) or differs("hidden_size", d.hidden_size, "the target's", target.hidden_size)
-        if problem is None and d.num_target_layers is not None:
+        # Some for hybrids count the layer that predicts several tokens, too.
+        beyond = target.num_layers + 1 if target.delta else None
+        if problem is None and d.num_target_layers is not None and d.num_target_layers != beyond:
             problem = differs("num_target_layers", d.num_target_layers, "the target's layers", target.num_layers)
         problem = problem or self.taps_outside(target)
         if problem is None and d.mask_token_id >= target.vocab_size:

@@ -32,6 +32,7 @@ from ddtree_trt.runtime.engines.torch.pointwise import rotate
 
 # Candidates per position of the captured graphs: a draft takes the next larger number. The last is the largest budget.
 TOP_KS = (1, 16, 64, 256, 1024, 4096)
+REACHES = (3, 7)  # positions of the captured graphs, besides all of them: a draft takes the next larger number
 
 
 class BlockDrafter(BlockOnDevice):
@@ -55,7 +56,8 @@ class BlockDrafter(BlockOnDevice):
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
         self._head = dims.pair_head
         self.top_ks: Sequence[int] | None = TOP_KS if device.type == "cuda" else None  # None: any number
-        self._result = Download(sum(map(math.prod, self._shapes(slots, TOP_KS[-1]))), device)
+        longest = self._shapes(slots, TOP_KS[-1], dims.draft_length)
+        self._result = Download(sum(map(math.prod, longest)), device)
 
     @property
     def waits(self) -> int:
@@ -90,18 +92,20 @@ class BlockDrafter(BlockOnDevice):
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
         top_k = self._candidates(max(r.top_k for r in requests))
+        reach = self._reach(max(r.length for r in requests))
         columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
         arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
         slot_ids, past, counts, bonus_tokens = self._control.send(*arrays)
-        shapes = self._shapes(len(slots), top_k)
+        shapes = self._shapes(len(slots), top_k, reach)
         sizes = [math.prod(shape) for shape in shapes]
         places = self._result.on_device[: sum(sizes)].split(sizes)
 
         def work() -> None:
-            for place, values in zip(places, self.run(slot_ids, past, counts, bonus_tokens, top_k), strict=True):
+            found = self.run(slot_ids, past, counts, bonus_tokens, top_k, reach)
+            for place, values in zip(places, found, strict=True):
                 place.copy_(values.reshape(-1).view(torch.int32))
 
-        self.graphs.run(("draft", len(requests), top_k), work)
+        self.graphs.run(("draft", len(requests), top_k, reach), work)
         parts = np.split(self._result.fetch(sum(sizes)), np.cumsum(sizes[:-1]))
         for slot in slots:
             self.cache.append(slot, self.counts[slot])
@@ -110,8 +114,10 @@ class BlockDrafter(BlockOnDevice):
         floats = [part.view(np.float32) for part in (first, *factors)]
         if self._head is not None:
             unary, left, right = floats
-            return [Draft(Bilinear(unary[n], ids[n], left[n], right[n])) for n in range(len(requests))]
-        return [Draft(Marginals(floats[0][n, :, : r.top_k], ids[n, :, : r.top_k])) for n, r in enumerate(requests)]
+            ends = [(n, slice(r.length)) for n, r in enumerate(requests)]
+            return [Draft(Bilinear(unary[at], ids[at], left[at], right[at])) for at in ends]
+        asked = [(n, slice(r.length), slice(r.top_k)) for n, r in enumerate(requests)]
+        return [Draft(Marginals(floats[0][at], ids[at])) for at in asked]
 
     def _candidates(self, wanted: int) -> int:
         """The candidates per position of a draft that `wanted` are asked of: C, or K, of a captured graph its K."""
@@ -121,17 +127,22 @@ class BlockDrafter(BlockOnDevice):
             wanted = next((k for k in self.top_ks if k >= wanted), self.top_ks[-1])
         return min(wanted, self.dims.head_size)
 
-    def _shapes(self, slots: int, top_k: int) -> list[tuple[int, ...]]:
+    def _reach(self, wanted: int) -> int:
+        """The positions that are drafted where `wanted` are asked for: on a GPU those of a captured graph."""
+        reaches = REACHES if self.top_ks is not None else (wanted,)
+        return next((reach for reach in reaches if wanted <= reach <= self.dims.draft_length), self.dims.draft_length)
+
+    def _shapes(self, slots: int, top_k: int, reach: int) -> list[tuple[int, ...]]:
         """The shapes of what `run` returns."""
         top_k = self._candidates(top_k)
-        each = (slots, self.dims.draft_length, top_k)
+        each = (slots, reach, top_k)
         factors = [] if self._head is None else 2 * [(*each, self._head.rank)]
         return [each, each, *factors]
 
     def warm_up(self, slot: int, budget: int) -> None:
-        wanted = 1 if self._head else min(budget, self.dims.head_size, TOP_KS[-1])
-        for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
-            self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.draft_length)])
+        trees = sorted({min(nodes, budget) for nodes in (*REACHES, *TOP_KS)})
+        for top_k, length in [(1, self.dims.draft_length), *((nodes, nodes) for nodes in trees)]:
+            self.draft([DraftRequest(slot, 0, top_k, length)])
 
     def hold(self, slots: Tensor, states: Tensor) -> None:
         self.waiting[slots.long(), : states.shape[1]] = states
@@ -140,10 +151,12 @@ class BlockDrafter(BlockOnDevice):
         self.cache.append(slot, self.counts[slot] + committed - waiting)
         self.counts[slot] = waiting
 
-    def run(self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    def run(
+        self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int, reach: int
+    ) -> tuple[Tensor, ...]:
         """The result is that of `Network.block`."""
         self.model.absorb(self.waiting.index_select(0, slots), Place(slots, past))
-        return self.model.block(bonus_tokens, Place(slots, past + counts), top_k)
+        return self.model.block(bonus_tokens, Place(slots, past + counts), top_k, reach)
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
@@ -163,6 +176,7 @@ class Network:
         own_head = weights.get(f"{DRAFTER}head")
         self._head = target.head if own_head is None else ready_head(own_head)
         self._vocabulary = target.vocabulary if own_head is None else Vocabulary(dims.head_size)
+        self._kernels = parts.attention.kernels
         self._target_ids = target_ids(weights)
         self._masks = tuple(dims.mask(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
         around = Convolutions(dims, weights, DRAFTER).around if dims.convolution else None
@@ -196,10 +210,11 @@ class Network:
         keys = rotate(keys, decoder.tables, positions).to(states.dtype)
         self.cache.write(torch.stack((keys, both[:, :, :, 1]), 1), place, positions)
 
-    def block(self, bonus_tokens: Tensor, place: Place, top_k: int) -> tuple[Tensor, ...]:
-        """Draft [bonus, MASK, …] behind `place.past`, for bonus_tokens int32 [N]: log-probabilities float32 [N, L, K],
-        falling, and the candidates int32 [N, L, K]. With a head for pairs C stands for K, and unary scores for the
-        log-probabilities, and left and right factors float32 [N, L, C, r] follow."""
+    def block(self, bonus_tokens: Tensor, place: Place, top_k: int, reach: int) -> tuple[Tensor, ...]:
+        """Draft [bonus, MASK, …] behind `place.past`, for bonus_tokens int32 [N]: of the first `reach` positions, P,
+        log-probabilities float32 [N, P, K], falling, and the candidates int32 [N, P, K]. With a head for pairs C stands
+        for K, and unary scores for the log-probabilities, and left and right factors float32 [N, P, C, r] follow. The
+        block is whole whatever P is, so that the positions are what they are in a longer draft."""
         d, batch = self.dims, len(bonus_tokens)
         masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
         token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
@@ -208,17 +223,19 @@ class Network:
         if d.embedding_scale != 1:
             x = x * d.embedding_scale
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, masks=self._masks)
-        hidden = hidden[:, d.block_size - d.draft_length :]
+        first = d.block_size - d.draft_length
+        hidden = hidden[:, first : first + reach]
         logits = head_logits(hidden.flatten(0, 1), self._head)
         if self._pairs is None:
             logits = self._capped(logits)
-        best, draft_ids = self._vocabulary.topk(logits, top_k)
-        shape = (batch, d.draft_length, top_k)
+        normalised = self._pairs is None
+        best, draft_ids = self._vocabulary.most_probable(logits, top_k, kernels=self._kernels, normalised=normalised)
+        shape = (batch, reach, top_k)
         draft_ids = draft_ids.view(shape)
         ids = (draft_ids if self._target_ids is None else self._target_ids[draft_ids]).to(torch.int32)
         if self._pairs is not None:
             return self._capped(best).view(shape), ids, *self._pairs(hidden, bonus_tokens, ids, draft_ids)
-        return (best - self._vocabulary.logsumexp(logits)).view(shape), ids
+        return best.view(shape), ids
 
     def _capped(self, logits: Tensor) -> Tensor:
         """The logits under the drafter's scale and cap, which keep their order."""

@@ -17,6 +17,7 @@ from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, head_logits, ready_head, target_ids
+from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 
 
 class TorchEagle:
@@ -32,6 +33,8 @@ class TorchEagle:
         self._state_norm = weights[f"{DRAFTER}state_norm"]
         self._embedding = weights[f"{DRAFTER}embedding"] if dims.own_embedding else target.embedding
         self._head = ready_head(weights[f"{DRAFTER}head"]) if dims.own_head else target.head
+        self._vocabulary = Vocabulary(dims.head_size)
+        self._kernels = parts.attention.kernels
         self._target_ids = target_ids(weights)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -73,8 +76,7 @@ class TorchEagle:
     def _level(self, normed: Tensor, outputs: Tensor, top_k: int) -> Level:
         """The results of rows with these outputs [R, H]."""
         logits = head_logits(normed, self._head)
-        best, ids = logits.topk(min(top_k, self.dims.head_size), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, self.dims.head_size), kernels=self._kernels)
         if self._target_ids is not None:
             ids = self._target_ids[ids]
         kept = normed if self.dims.norm_output else outputs

@@ -214,7 +214,12 @@ def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound
     """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
     slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
     states = [(part.past, part.sequence) for part in slot_rounds]
-    budgets = RoundPlan([SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts) for past, s in states])
+    budgets = RoundPlan(
+        [
+            SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts, s.metrics.cached_tokens)
+            for past, s in states
+        ]
+    )
     for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
         part.ceiling = ceiling
     return slot_rounds, budgets

@@ -70,6 +70,8 @@ def engine_host_reason(manifest: Manifest) -> str | None:
     if manifest.drafting.drafts != "block":
         how = {"levels": "level by level", "tokens": "no trees"}[manifest.drafting.drafts]
         return f"an {manifest.drafting.title} drafts {how}"
+    if manifest.target_dims.delta is not None:
+        return "the states of its target's delta-net layers cannot be cut back when a round was launched in vain"
     if manifest.drafting.pairs is not None:
         return "the children that its drafter scores depend on their parent, and trees on the device take marginals"
     return None

@@ -44,7 +44,7 @@ class DraftRequest:
     slot: int
     bonus_token: int
     top_k: int  # K; a drafter whose candidates depend on the token before may state more
-    length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
+    length: int  # most positions to draft; a block drafter may draft all L in one pass
     draw: Draw = no_draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
 
 
@@ -148,8 +148,13 @@ class Engine(Protocol):
     def draftable_length(self, slot: int) -> int:
         """Leading committed tokens that the drafter knows."""
 
+    def restorable(self, slot: int, length: int) -> int:
+        """The most of the first `length` tokens that `truncate` can keep. A network whose layers have states comes back
+        to those only that it kept: where the last prompt ended, and at every so many tokens."""
+
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens and forget the others; 0 empties the slot."""
+        """Keep the first `length` tokens, or as many of them as are restorable, and forget the others; 0 empties the
+        slot."""
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +45,54 @@ class SlotLengths:
         self.check_room(slot, tokens)
         self._lengths[slot] += tokens
 
+    def restorable(self, slot: int, length: int) -> int:
+        """The most of the first `length` rows that `truncate` can keep: all of them, unless they move a state."""
+        return length
+
     def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` rows and forget the others. Raises EngineError when the slot holds fewer."""
         if not 0 <= length <= self._lengths[slot]:
             raise EngineError(f"slot {slot} holds {self._lengths[slot]} tokens, cannot keep the first {length}")
         self._lengths[slot] = length
+
+
+State = TypeVar("State")
+
+
+class Snapshots(Generic[State]):
+    """States that the slots of a hybrid keep to come back to, by length: every so many tokens, and before the last
+    token of the prompt that ended last, which a later one like it computes again."""
+
+    def __init__(self, slots: int, every: int) -> None:
+        """`every`: tokens between them; 0: the prompt's only."""
+        self._every = every
+        self._kept: list[dict[int, State]] = [{} for _ in range(slots)]
+
+    def stops(self, slot: int, length: int, end: int, *, prompt_ends: bool) -> list[int]:
+        """The lengths, rising, at which a slot that grows from `length` to `end` has to `keep` its state, if it has
+        none. `prompt_ends`: with these tokens; an earlier prompt's state is forgotten."""
+        every, kept = self._every, self._kept[slot]
+        stops = {*range(length - length % every + every, end + 1, every)} if every else set()
+        if prompt_ends:
+            for old in [n for n in kept if not every or n % every]:
+                del kept[old]
+            stops |= {end - 1} - {0}
+        return sorted(stops - kept.keys())
+
+    def keep(self, slot: int, length: int, state: State) -> None:
+        self._kept[slot][length] = state
+
+    def restorable(self, slot: int, length: int) -> int:
+        """The longest kept state's length up to that one; 0 for none."""
+        return max((n for n in self._kept[slot] if n <= length), default=0)
+
+    def kept(self, slot: int) -> Collection[State]:
+        return self._kept[slot].values()
+
+    def back_to(self, slot: int, length: int) -> State | None:
+        """The state kept at a length, None for 0; later ones are forgotten."""
+        kept = self._kept[slot] = {n: state for n, state in self._kept[slot].items() if n <= length}
+        return kept.get(length)
 
 
 Row = NDArray[np.float32]
@@ -101,6 +144,7 @@ class PaddedTrees:
     token_ids: Int32  # [N, T]
     positions: Int32  # [N, T]
     tree_mask: Int32  # [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
+    parents: Int32  # [N, T]; −1 at roots and padding
 
 
 def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
@@ -124,13 +168,14 @@ def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens:
     slots = np.array([r.slot for r in requests], np.int32)
     past = np.array([lengths[r.slot] for r in requests], np.int32)
     token_ids, positions = np.empty((count, tokens), np.int32), np.empty((count, tokens), np.int32)
-    masks = np.zeros((count, tokens, words), np.uint32)
+    masks, parents = np.zeros((count, tokens, words), np.uint32), np.full((count, tokens), -1, np.int32)
     for n, request in enumerate(requests):
         tree, size = request.tree, len(request.tree)
         token_ids[n], positions[n] = tree.token_ids[0], past[n]
         token_ids[n, :size], positions[n, :size] = tree.token_ids, past[n] + tree.depths
+        parents[n, :size] = tree.parents
         write_mask(masks[n], tree.parents)
-    return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32))
+    return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32), parents)
 
 
 def make_single_passes(

@@ -42,15 +42,16 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     pass timed several times the fastest counts, since other work only adds to it."""
     if engine.buckets is not None:
         tree_tokens = sorted({next((b for b in engine.buckets if b >= t), t) for t in tree_tokens})
-    passes = 1 if engine.manifest.drafting.block_size else PASSES
+    kind = engine.manifest.drafting
+    passes, length = (1, kind.longest_draft) if kind.block_size else (PASSES, PASSES)
     verify, draft_s, end = dict[int, float](), float("inf"), time.perf_counter() + SECONDS
     try:
         for slot in range(slots):
             _fill(engine, slot, context)
-        _round(engine, slots, context, 1, passes)  # the first draft behind a prompt takes it in, those of rounds do not
+        first_s, _ = _round(engine, slots, context, 1, length)  # the first draft behind a prompt takes it in
         for sweep in range(SWEEPS):
             for tokens in tree_tokens if sweep == 0 else list(verify):
-                drafted_s, verified_s = _round(engine, slots, context, tokens, passes)
+                drafted_s, verified_s = _round(engine, slots, context, tokens, length)
                 draft_s = min(draft_s, drafted_s / passes)
                 verify[tokens] = min(verify.get(tokens, float("inf")), verified_s)
                 if verify[tokens] > COSTLY * verify[1]:
@@ -60,7 +61,8 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     finally:
         for slot in range(slots):
             engine.truncate(slot, 0)
-    return PassTimes(slots, context, draft_s, tuple(verify.items()))
+    context_s = max(0.0, first_s - passes * draft_s) / (slots * context)
+    return PassTimes(slots, context, draft_s, tuple(verify.items()), context_s)
 
 
 def _fill(engine: Engine, slot: int, context: int) -> None:
@@ -68,20 +70,22 @@ def _fill(engine: Engine, slot: int, context: int) -> None:
     limits, vocab = engine.manifest.limits, engine.manifest.target_dims.vocab_size
     tokens = np.random.default_rng(0).integers(0, vocab, context)
     while (start := engine.length(slot)) < context:
-        engine.prefill(slot, tokens[start : start + limits.prefill_chunk], rows="none", taps=True)
+        end = min(start + limits.prefill_chunk, context)
+        engine.prefill(slot, tokens[start:end], rows="last" if end == context else "none", taps=True)
 
 
-def _round(engine: Engine, slots: int, context: int, tokens: int, passes: int) -> tuple[float, float]:
-    """(draft, verify) seconds of one round in the order of decoding, since earlier work decides the contents of the
-    processor's caches."""
+def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -> tuple[float, float]:
+    """(draft, verify) seconds of one round, which drafts `length` positions, in the order of decoding, since earlier
+    work decides the contents of the processor's caches."""
     _verify(engine, slots, 1)
     for slot in range(slots):
         engine.commit(slot, np.zeros(1, np.int32), taps=True)
-    requests = [DraftRequest(slot, 1, 16, passes, _most_probable) for slot in range(slots)]
+    requests = [DraftRequest(slot, 1, 16, length, _most_probable) for slot in range(slots)]
     draft_s = _timed(lambda: engine.draft(requests))
     verify_s = _timed(lambda: _verify(engine, slots, tokens))
     for slot in range(slots):
         engine.truncate(slot, context)
+        _fill(engine, slot, context)
     return draft_s, verify_s
 
 
@@ -101,7 +105,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-VERSION = 6  # 6: coarse, with corrections by half powers of two of tree tokens
+VERSION = 7  # 7: coarse, with corrections by half powers of two of tree tokens and the price of a prompt's tokens
 CONTEXTS = (64, 512)  # tokens
 TREE_TOKENS = (1, 2, 5, 17, 65, 257, 1025)
 _log = logging.getLogger(__name__)
@@ -119,6 +123,7 @@ class PassTimes:
     context: _Positive
     draft_s: _Seconds  # a draft, or each pass of a drafter that makes several
     verify: tuple[tuple[_Positive, Annotated[float, Between(1e-9, 3600)]], ...]  # by the tree tokens of every slot
+    context_s: _Seconds = 0.0  # what the first draft behind a prompt takes longer, for each of its tokens
 
     def verify_s(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""

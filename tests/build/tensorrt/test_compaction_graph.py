@@ -28,6 +28,7 @@ LIMITS = Limits(max_seq_len=24, max_batch=3, max_tree_budget=15, prefill_chunk=8
 SHAPE = CacheShape.of(TARGET, LIMITS, 4)
 WINDOW = window_rows(DRAFTER)
 LAST = LIMITS.cache_rows - 1
+NO_WEIGHTS: Any = None
 ATTENTIONS = ["native", "plugin"]
 
 
@@ -35,14 +36,14 @@ class Compaction:
     """The graph, bound to one slot of a cache [planes, slots, Hkv, S, D] at a time as the run time does."""
 
     def __init__(self, folder: Any, attention: AttentionName) -> None:
-        graph = compaction_graph(SHAPE, "float32", WINDOW, attention)
+        graph = compaction_graph(NO_WEIGHTS, SHAPE, "float32", WINDOW, attention)
         onnx.checker.check_model(graph, full_check=True)
         self.native, self.session = attention == "native", Session(folder / "move.onnx", graph).session
         shape = (SHAPE.planes, SHAPE.stored_slots, *SHAPE.slot_shape)
         self.cache = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
     def move(self, slot: int, past: int, path: list[int]) -> None:
-        for start, keep in windows(past, np.array(path, np.int32), WINDOW, LIMITS.cache_rows):
+        for *_, start, keep in windows(past, np.array(path, np.int32), WINDOW, LIMITS.cache_rows):
             feed: dict[str, Any] = {names.PAST_LEN: np.array([start], np.int32)}
             if self.native:
                 pasts, presents = (f(TARGET.num_layers) for f in (names.past_names, names.present_names))
@@ -102,14 +103,14 @@ def test_the_window_is_the_longest_chain() -> None:
 @pytest.mark.parametrize("floats", ["bfloat16", "float16"])
 def test_halves_are_moved_without_a_cast(floats: str) -> None:
     for attention in ("native", "plugin"):
-        graph = compaction_graph(SHAPE, floats, WINDOW, attention).graph
+        graph = compaction_graph(NO_WEIGHTS, SHAPE, floats, WINDOW, attention).graph
         assert {o.type.tensor_type.elem_type for o in graph.output} == {getattr(onnx.TensorProto, floats.upper())}
         casts = [node.output[0] for node in graph.node if node.op_type == "Cast"]
         assert casts == (["start"] if attention == "native" else [])
 
 
 def test_our_plugin_is_the_only_layer() -> None:
-    graph = compaction_graph(SHAPE, "bfloat16", WINDOW, "plugin").graph
+    graph = compaction_graph(NO_WEIGHTS, SHAPE, "bfloat16", WINDOW, "plugin").graph
     (node,) = graph.node
     assert (node.op_type, node.domain) == (plugins.COMPACT, plugins.NAMESPACE)
     assert list(node.input) == [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]

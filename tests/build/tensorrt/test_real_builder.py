@@ -16,6 +16,7 @@ from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.families import QWEN3_5
 
 pytestmark = pytest.mark.rtx
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128, "num_layers": 2}
@@ -77,6 +78,21 @@ def test_target(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", BY_SWITCHES)
 def test_every_set_of_switches(form: str, family: str, tmp_path: Path) -> None:
     check_target(tmp_path, target_of(tmp_path, family=BY_SWITCHES[family]), FORMS[form])
+
+
+@pytest.mark.parametrize("form", ["native", "native-fp16", "native-fp16-one-slot"])
+def test_a_hybrid_and_its_commits(form: str, tmp_path: Path) -> None:
+    """States are float32 inputs, which a commit updates as it does caches: it has no other way to write in place."""
+    trt, target = rtx(), target_of(tmp_path, family=QWEN3_5, num_layers=4)
+    drafter, types = drafter_of(tmp_path, num_target_layers=4), trt.DataType
+    inputs, outputs = ends(Lowered(tmp_path, target, drafter, "target", FORMS[form]).compile())
+    assert {names.PARENTS, "past_state.2", "past_inputs.2"} <= set(inputs) and "past_key.1" not in inputs
+    assert outputs[names.kept_name(2)].dtype == inputs["past_state.0"].dtype == types.FLOAT
+    (tmp_path / "commit").mkdir()
+    network = Lowered(tmp_path / "commit", target, drafter, "compaction", FORMS[form]).compile()
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    updates = {layer.get_output(0).name for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE}
+    assert {"present_state.0", "present_inputs.0", "present_key.0"} <= updates == set(ends(network)[1])
 
 
 @pytest.mark.parametrize("form", ["plugin", "native-fp16"])

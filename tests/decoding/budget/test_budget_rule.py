@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LEAST_DRAFTS,
     LOSS,
+    PATIENCE,
     PROBE,
     AutoBudget,
     AutoBudgets,
@@ -162,16 +163,40 @@ def test_probes_come_at_growing_gaps(name: str) -> None:
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.005, 0.1, 1.0]), st.integers(1, 150)), max_size=9
+        st.tuples(st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.005, 0.1, 1.0]), st.integers(1, 150)),
+        max_size=12,
     )
 )
-def test_no_request_changes_how_another_drafts(history: list[tuple[float, float, int]]) -> None:
-    """At given costs a request drafts as on a fresh engine, whatever went before."""
-    good = [text(GOOD, 64, seed) for seed in range(3)]
+def test_no_request_ends_the_drafting_of_another(history: list[tuple[float, float, int]]) -> None:
+    """At given costs requests draft as on a fresh engine, or nearly so where many before them have lost in a row."""
+    good = [text(GOOD, 64, seed) for seed in range(20)]
     fresh = in_turn(good, shared_budgets(CPU), CPU)
     used = shared_budgets(CPU)
     in_turn([text(Quality(trust, sharp), n, seed) for seed, (trust, sharp, n) in enumerate(history)], used, CPU)
-    assert in_turn(good, used, CPU) == fresh
+    after = in_turn(good, used, CPU)
+    assert (
+        after == fresh
+        if len(history) < PATIENCE
+        else sum(s.rounds for s in after) <= sum(s.rounds for s in fresh) / 0.97
+    )
+
+
+def test_requests_lose_less_where_many_before_them_have_lost() -> None:
+    shared, lost = shared_budgets(CPU), []
+    for seed in range(3 * PATIENCE):
+        spent = decode(text(LIAR, 100, seed), AutoBudget(shared), CPU)
+        assert spent.drafts, "every request has its own first draft"
+        lost.append(spent.seconds / CPU.near.verify[0][1] - 100)
+    assert max(lost[PATIENCE:]) < min(lost[:PATIENCE]) / 1.7
+    (gained, again) = in_turn([text(GOOD, 100, 1), text(LIAR, 100)], shared, CPU)
+    assert gained.rounds < 40 and again.drafts > 1, "one that gains gives the others their allowance back"
+
+
+@pytest.mark.parametrize(("left", "cached", "drafts"), [(10, 0, False), (10, 960, True), (100, 0, True)])
+def test_a_first_draft_must_repay_the_prompt_it_takes_in(left: int, cached: int, drafts: bool) -> None:
+    costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
+    plan = RoundPlan([SlotInput(AutoBudget(shared_budgets(costly)), 1000, left, cached=cached)])
+    assert (plan.ceilings()[0] > 0) == drafts, "a thousand tokens cost ten passes"
 
 
 def test_drafting_resumes_where_it_pays_again() -> None:

@@ -306,6 +306,9 @@ class Remembering:
 
     draftable_length = length
 
+    def restorable(self, slot: int, length: int) -> int:
+        return length
+
     def truncate(self, slot: int, length: int) -> None:
         del self._tokens[slot][length:]
 

@@ -151,7 +151,7 @@ class Pair:
 
     def drafted(self, *bonus: int) -> list[Any]:
         """A draft behind each slot, from 0 on, in one call."""
-        requests = [DraftRequest(slot, token, TOP_K, 1) for slot, token in enumerate(bonus)]
+        requests = [DraftRequest(slot, token, TOP_K, self.dims.draft_length) for slot, token in enumerate(bonus)]
         return [draft.candidates for draft in self.engine.draft(requests)]
 
     def draft(self, slots: int = 1) -> None:

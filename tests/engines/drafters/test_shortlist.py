@@ -40,7 +40,7 @@ def shorten(drafter: Path, ids: np.ndarray, head: np.ndarray | None = None) -> N
 
 def draft_behind(engine: Engine, tokens: list[int], bonus: int) -> Any:
     engine.prefill(0, np.array(tokens), rows="none", taps=True)
-    (draft,) = engine.draft([DraftRequest(0, bonus, TOP_K, 1)])
+    (draft,) = engine.draft([DraftRequest(0, bonus, TOP_K, 99)])
     return marginals(draft)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine
-from numerics import path_to, random_tree
+from checkpoints import make_pair
+from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine, build_trt_engine
+from numerics import Follower, Truth, path_to, random_tree
 from numpy.typing import NDArray
 
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import CacheShape, buckets
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.families import QWEN3_5
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 
@@ -107,3 +110,28 @@ def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:
             engine.commit(slot, path, taps=False)
         assert engine.waits == waits
         assert network.graphs == LIMITS.max_batch, turn
+
+
+def test_a_hybrid_comes_back_to_the_states_it_kept(tmp_path: Path) -> None:
+    """Of two slots, at every 8th token and before a prompt's last: what was committed behind leaves no trace."""
+    target, drafter = make_pair(tmp_path, family=QWEN3_5, num_layers=4, max_positions=512)
+    options: dict[str, Any] = {"max_seq_len": 319, "max_tree_budget": 40, "max_batch": 2, "snapshot_every": 8}
+    engine = build_trt_engine(target, drafter, tmp_path / "engine", form=FORMS["native"], **options)
+    truth, rng = Truth(target, engine.manifest.drafting.tap_layers), np.random.default_rng(2)
+    slots = [Follower(engine, slot, truth) for slot in range(2)]
+    for slot, length in zip(slots, (30, 5), strict=True):
+        slot.prefill(rng.integers(0, 96, length))
+        slot.tokens += [7]
+        engine.prefill(slot.slot, np.array([7]), rows="last", taps=True)
+        slot._told.clear()
+        for _ in range(4):
+            slot.verify(tree := random_tree(rng, 40, 96))
+            slot.commit(path_to(tree, int(tree.depths.argmax())))
+    assert [engine.restorable(0, n) for n in (7, 8, 23, 29, 30, 31)] == [0, 8, 16, 24, 30, 30]
+    assert [engine.restorable(1, n) for n in (4, 6, 8)] == [0, 5, 8]
+    for length in (45, 30, 17, 3):
+        for slot in slots:
+            slot.truncate(min(length, len(slot.tokens)))
+            slot.prefill(rng.integers(0, 96, 3))
+            slot.verify(random_tree(rng, 9, 96))
+    engine.close()

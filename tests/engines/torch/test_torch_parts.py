@@ -43,6 +43,42 @@ def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
     np.testing.assert_array_equal(tensors[4].numpy(), values)
 
 
+@pytest.mark.parametrize("mode", MaskMode)
+@pytest.mark.parametrize("window", [1, 5, 12, 50])
+def test_a_window_reads_the_rows_that_it_reaches(mode: MaskMode, window: int) -> None:
+    """Those before them are NaN, which even a weight of zero would let through."""
+    tokens = 9
+    (q, k, v, cache_k, cache_v), place = case(tokens)
+    assert place.mask is not None
+    expected = []
+    for n, (slot, past) in enumerate(zip(place.slots.tolist(), place.past.tolist(), strict=True)):
+        parts = (cache_k, k), (cache_v, v)
+        keys, values = (torch.cat((cache[slot, :, :past], new[n].transpose(0, 1)), 1) for cache, new in parts)
+        mask = reference.visible(mode, tokens, place.mask[n].numpy())
+        seen = F.pad(torch.from_numpy(mask), (past, 0), value=True)
+        rows, columns = past + torch.arange(tokens)[:, None], torch.arange(past + tokens)
+        seen &= (rows - columns).abs() < window
+        expected.append(F.scaled_dot_product_attention(
+            q[n].transpose(0, 1), keys, values, attn_mask=seen, scale=0.3, enable_gqa=True
+        ).transpose(0, 1))  # fmt: skip
+        for cache in (cache_k, cache_v):
+            cache[slot, :, : max(0, past + 1 - window)] = torch.nan
+    found = Attention()(q, k, v, cache_k, cache_v, place, mode, 0.3, window)
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("vocabulary", "top_k"), [(1, 1), (130, 130), (49152, 64), (151_936, 256)])
+def test_the_kernels_candidates_are_pytorchs(operators: None, vocabulary: int, top_k: int) -> None:
+    logits = 5 * torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    best, ids = torch.empty(3, top_k), torch.empty(3, top_k, dtype=torch.int32)
+    torch.ops.ddtree.draft_top(logits, False, best, ids)
+    expected = logits.topk(top_k, -1)
+    assert torch.equal(best, expected.values) and torch.equal(ids.long(), expected.indices)
+    torch.ops.ddtree.draft_top(logits, True, best, ids)
+    torch.testing.assert_close(best, expected.values - logits.logsumexp(-1, keepdim=True), atol=5e-6, rtol=1e-6)
+    assert torch.equal(ids.long(), expected.indices)
+
+
 HALVES = {"bf16": (torch.bfloat16, 2.0**-8), "fp16": (torch.float16, 2.0**-11)}  # type, half a step relative to a value
 
 
@@ -74,9 +110,9 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
     qkv = torch.randn(2, 3, (q_heads + 2 * kv_heads) * size).to(dtype)
     q_norm, k_norm = (torch.rand(size).to(dtype) + 0.5 for _ in range(2))
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
-    found = Pointwise(kernels=True).split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, q_heads)
+    found = Pointwise(kernels=True).split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, (q_heads, kv_heads))
     wide, wide_tables = (qkv.double(), q_norm.double(), k_norm.double()), tables.double()
-    exact = Pointwise().split_qkv(*wide, wide_tables, positions, 1e-6, q_heads)
+    exact = Pointwise().split_qkv(*wide, wide_tables, positions, 1e-6, (q_heads, kv_heads))
     for part, (x, expected) in enumerate(zip(found, exact, strict=True)):
         assert x.is_contiguous() and x.shape == expected.shape
         if part == 2:
@@ -91,7 +127,7 @@ def test_heads_without_norms_are_split_as_they_are(operators: None) -> None:
     qkv = torch.randn(2, 3, (4 + 2 * 2) * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
     found, expected = (
-        m.split_qkv(qkv, None, None, tables, positions, 1e-6, 4) for m in (Pointwise(kernels=True), Pointwise())
+        m.split_qkv(qkv, None, None, tables, positions, 1e-6, (4, 2)) for m in (Pointwise(kernels=True), Pointwise())
     )
     heads = qkv.unflatten(-1, (8, 64))
     for x, y, shape in zip(found, expected, ((2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64)), strict=True):
@@ -135,7 +171,22 @@ def test_the_operators_refuse_wrong_tensors(operators: None) -> None:
     attend()
     ops.packed_mask(parents, mask)
     ops.compact(cache, one, one, keep, one)
+    scores, best, ids = torch.zeros(2, 7), torch.zeros(2, 3), ints(2, 3)
+    ops.draft_top(scores, True, best, ids)
+
+    def build(weights: Tensor, depths: Tensor | None) -> None:
+        trees = [ints(1, 5) for _ in range(3)]
+        ops.build_tree(torch.zeros(1, 2, 3), ints(1, 2, 3), one, None, None, *trees, None, ints(1), weights, depths)
+
+    build(torch.zeros(1, 9), ints(1, 9))
     calls: list[tuple[Any, str]] = [
+        (lambda: ops.draft_top(scores.half(), True, best, ids), "logits must be"),
+        (lambda: ops.draft_top(scores, True, best, ids.long()), "ids must be"),
+        (lambda: ops.draft_top(scores, True, best[:1], ids), "best must have shape"),
+        (lambda: ops.draft_top(scores, True, torch.zeros(2, 8), ints(2, 8)), "status 2"),
+        (lambda: build(torch.zeros(1, 9), None), "an outlook is"),
+        (lambda: build(torch.zeros(1, 9).double(), ints(1, 9)), "log_weights must"),
+        (lambda: build(torch.zeros(1, 9), ints(1, 8)), "outlook_depths must"),
         (lambda: ops.add_rms_norm(x.float(), None, w.float(), 1e-6, None, x.float()), "x must be bfloat16 or float16"),
         (lambda: ops.add_rms_norm(halves(2, 12), None, w[:12], 1e-6, None, halves(2, 12)), "status 2"),
         (lambda: ops.add_rms_norm(x, x, w, 1e-6, None, x.clone()), "status 1"),

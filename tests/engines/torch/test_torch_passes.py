@@ -23,6 +23,8 @@ from ddtree_trt.runtime.engines.passes import LazyRows
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
+from ddtree_trt.runtime.engines.torch.model import head_logits
+from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -66,20 +68,47 @@ def assert_equal(found: Verdict, expected: Verdict) -> None:
     np.testing.assert_array_equal(found.choices, expected.choices)
 
 
-def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> None:
-    """Whatever number the graph was captured for; those of several requests come from one pass."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_draft_has_the_candidates_that_were_asked_for(
+    engine: TorchEngine, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever numbers the graph was captured for; those of several requests come from one pass."""
+    monkeypatch.setattr(engine.drafter, "top_ks", TOP_KS if captured else None)
     fill(engine, (9, 12))
 
-    def draft(*top_ks: int) -> list[Any]:
-        return engine.draft([DraftRequest(s, 5, k, 8) for s, k in enumerate(top_ks)])
+    def draft(*asked: tuple[int, int]) -> list[Any]:
+        return engine.draft([DraftRequest(s, 5, k, length) for s, (k, length) in enumerate(asked)])
 
-    whole, length = draft(VOCAB, 1), engine.manifest.drafting.dims.draft_length
-    for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
-        for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
-            assert marginals(found).log_probs.shape == marginals(found).token_ids.shape == (length, min(k, VOCAB))
+    longest = engine.manifest.drafting.dims.draft_length
+    whole = marginals(draft((VOCAB, longest), (1, 1))[0]).log_probs
+    for asked in (((1, 1), (1, 2)), ((7, 3), (70, 1)), ((1500, 4), (3, longest)), ((9999, longest + 1), (2, 5))):
+        for n, (found, (k, length)) in enumerate(zip(map(marginals, draft(*asked)), asked, strict=True)):
+            k, length = min(k, VOCAB), min(length, longest)
+            assert found.log_probs.shape == found.token_ids.shape == (length, k)
             if n == 0:
-                np.testing.assert_allclose(marginals(found).log_probs, marginals(whole[0]).log_probs[:, :k], atol=1e-5)
-            assert (np.diff(marginals(found).log_probs) <= 0).all()
+                np.testing.assert_allclose(found.log_probs, whole[:length, :k], atol=1e-5)
+            assert (np.diff(found.log_probs) <= 0).all()
+
+
+def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rounds on the host and on the device."""
+    rows: list[int] = []
+
+    def record(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head_logits(hidden, weight)
+
+    monkeypatch.setattr("ddtree_trt.drafters.dflash.on_torch.head_logits", record)
+    fill(engine, (9, 12))
+    longest = engine.manifest.drafting.dims.draft_length
+    for nodes, reach in ((1, 1), (3, 3), (2 * longest, longest)):
+        engine.draft([DraftRequest(slot, 5, nodes, nodes) for slot in (0, 1)])
+        assert engine.rounds is not None
+        engine.rounds.round([RoundRequest(slot, 5, nodes) for slot in (0, 1)])
+        assert rows and set(rows) == {2 * reach}
+        rows.clear()
 
 
 def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
@@ -158,8 +187,8 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
     fill(engine, (30,))
     for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
-        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7)
-        engine.draft([request])
+        nodes = min(size, limits.max_tree_budget)
+        engine.draft([DraftRequest(0, 5, nodes, nodes)])
         engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(size), size, VOCAB))])
     assert captured == before
 
@@ -188,6 +217,29 @@ def test_the_kernels_are_called_right(
         for engine in (plain, kernels):
             commit(engine, trees)
     assert kernels.rounds is not None and kernels.rounds.made_for([RoundRequest(0, 0, 16)]) is not None
+
+
+@pytest.mark.parametrize("kind", ["drafter", "dspark", "eagle3"])
+def test_candidates_of_every_drafter_are_the_kernels(
+    kind: str, open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of the same logits PyTorch takes the same."""
+    build_torch_engine(PACKAGED / "target", PACKAGED / kind, tmp_path / "e", precision="bf16", max_batch=1).close()
+    engine, most_probable, asked = open_on_kernels(tmp_path / "e"), Vocabulary.most_probable, list[bool]()
+
+    def in_pytorch(self: Vocabulary, logits: Any, k: int, *, kernels: bool, normalised: bool = True) -> Any:
+        asked.append(kernels)
+        return most_probable(self, logits, k, kernels=False, normalised=normalised)
+
+    def draft() -> Any:
+        fill(engine, (30,))
+        return engine.draft([DraftRequest(0, 5, 20, 4)])[0].candidates
+
+    found = draft()
+    monkeypatch.setattr(Vocabulary, "most_probable", in_pytorch)
+    for name, expected in vars(draft()).items():
+        np.testing.assert_allclose(getattr(found, name), expected, atol=1e-5)
+    assert asked and all(asked)
 
 
 def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.drafters.tapped import OWN_EMBEDDING, OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.rope_scaling import RopeScaling
@@ -45,6 +46,7 @@ TARGET_DIMS = TransformerDims(
     max_positions=256,
 )
 EXPERTS = Experts(count=8, per_token=3, normalised=True)  # of families that have any
+DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=32, taps=4, attention_layers=(2,))  # of hybrids
 DRAFTER_EXTRA = {"block_size": 4, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
 STOP_TOKEN = 1
 SCALINGS = {  # of rotary embedding, at sizes that change every frequency of a small network differently
@@ -59,12 +61,22 @@ _STORED: dict[str, Any] = {"fp32": "<f4", "fp16": "<f2", "bf16": ml_dtypes.bfloa
 
 def family_fields(family: Family) -> dict[str, Any]:
     """Fields of TransformerDims that make TARGET_DIMS those of a family."""
-    return {**family.switches, **({"experts": EXPERTS} if family.experts else {})}
+    fields: dict[str, Any] = dict(family.switches)
+    if family.experts:
+        fields["experts"] = replace(EXPERTS, shared=24 if family.delta else 0, stacked=family.stacked)
+    if family.delta:
+        fields |= {"delta": replace(DELTA, interleaved=family.interleaved), "rotary_dim": 8}
+    return fields
 
 
 def dims_of(family: Family, **dims: Any) -> TransformerDims:
-    """TARGET_DIMS in a family, with the fields that differ."""
-    return TransformerDims(**{**vars(TARGET_DIMS), **family_fields(family), **dims})
+    """TARGET_DIMS in a family, with the fields that differ. Every third layer of a hybrid has attention, and the only
+    one of a single layer."""
+    found = TransformerDims(**{**vars(TARGET_DIMS), **family_fields(family), **dims})
+    if found.delta is None or "delta" in dims:
+        return found
+    attention = tuple(range(2, found.num_layers, 3)) or (found.num_layers - 1,)
+    return replace(found, delta=replace(found.delta, attention_layers=attention))
 
 
 def make_target(
@@ -184,6 +196,11 @@ def make_pair(
 ) -> tuple[Path, Path]:
     """A target and a DFlash drafter that fits it: the directories `target` and `drafter` below `path`."""
     target = make_target(path / "target", dtype=dtype, tied=tied, family=family, **dims)
+    if family.delta:  # whose drafters are of another family
+        family, dims = (
+            QWEN3,
+            {name: value for name, value in dims.items() if name not in ("delta", "experts", "rotary_dim")},
+        )
     shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
     last = shape.num_layers - 1
     extra = {
@@ -214,14 +231,17 @@ def edit_json(path: Path, **changes: Any) -> None:
 def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
     """Float32 weights by name, with the scales the module's docstring promises."""
     rng = np.random.default_rng(seed)
-    weights = {}
+    weights, hybrid = {}, any("linear_attn" in name for name in shapes)
     for name, shape in shapes.items():
         values = rng.standard_normal(shape, np.float32)
-        if name.endswith(BIAS):
+        if name.endswith((BIAS, "dt_bias")):
             values *= 0.5
+        elif name.endswith("A_log"):
+            values -= 2  # states that last for some tokens, in some heads for many
         elif len(shape) == 1:
             # A norm; queries are stretched so that attention is not flat.
             values = (1.5 if "q_norm" in name else 1.0) + 0.1 * values
+            values -= hybrid and "linear_attn" not in name  # a hybrid's norms are around 0
         else:
             values *= (_LOGIT_STD if name in (EMBEDDING, HEAD) else 1.0) / np.sqrt(shape[-1])
         weights[name] = values.astype(np.float32)

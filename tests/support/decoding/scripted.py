@@ -86,6 +86,9 @@ class ScriptedEngine:
         """The tokens in the slot's cache."""
         return list(self._slots[slot].tokens)
 
+    def restorable(self, slot: int, length: int) -> int:
+        return length
+
     def truncate(self, slot: int, length: int) -> None:
         state = self._slots[slot]
         assert 0 <= length <= len(state.tokens)

@@ -20,11 +20,19 @@ class _TreeAttention(ctypes.Structure):
     ]
 
 
+class _DraftTop(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "logits best ids".split()),
+        *((name, ctypes.c_int32) for name in "rows vocabulary candidates_k normalised".split()),
+    ]
+
+
 class _TreeBuild(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "log_probs candidates root_tokens budgets past_len".split()),
-        *((name, ctypes.c_void_p) for name in "token_ids parents depths positions log_weights counts".split()),
-        *((name, ctypes.c_int32) for name in "sequences positions_l candidates_k tokens".split()),
+        *((name, ctypes.c_void_p) for name in "token_ids parents depths positions counts".split()),
+        *((name, ctypes.c_void_p) for name in "log_weights outlook_depths".split()),
+        *((name, ctypes.c_int32) for name in "sequences positions_l candidates_k tokens outlook".split()),
     ]
 
 
@@ -50,9 +58,10 @@ class _KvCompact(ctypes.Structure):
     ]
 
 
-# Function of the library → the structure it takes; include/ddtree/attention.h and round.h say what the fields mean.
+# Function of the library → the structure it takes; headers of include/ddtree say what the fields mean.
 CALLS: dict[str, type[ctypes.Structure]] = {
     "tree_attention": _TreeAttention,
+    "draft_top": _DraftTop,
     "build_tree": _TreeBuild,
     "packed_mask": _PackedMask,
     "walk": _TreeWalk,
@@ -87,6 +96,10 @@ class KernelLibrary:
     def abi(self) -> int:
         """The ABI number compiled into the library."""
         return int(self._library.ddtree_abi())
+
+    def emulate_multiprocessors(self, count: int) -> None:
+        """The size of the GPU that is pretended."""
+        self._library.ddtree_emulate_multiprocessors(ctypes.c_int32(count))
 
     def attention_workspace_bytes(self, **fields: object) -> int:
         """Bytes of scratch a `tree_attention` call of these extents needs; 0 when it needs none."""

@@ -96,6 +96,19 @@ def compact(cache: NDArray[Any], slot_ids: Int32, past_len: Int32, keep: Int32, 
     return result
 
 
+def draft_top(logits: Float, k: int, *, normalised: bool) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The k largest of logits [R, V], falling, of equal ones the lower id first, NaN where −inf is, and their ids; as
+    they are, or as log-probabilities."""
+    ids = np.argsort(-np.where(np.isnan(logits), -np.inf, logits), axis=1, kind="stable")[:, :k]
+    wide = logits.astype(np.float64)
+    best = np.take_along_axis(wide, ids, 1)
+    if not normalised:
+        return best, ids
+    with np.errstate(invalid="ignore", divide="ignore"):
+        largest = np.fmax.reduce(wide, axis=1, keepdims=True)
+        return best - largest - np.log(np.exp(wide - largest).sum(axis=1, keepdims=True)), ids
+
+
 def packed_mask(parents: Int32, words: int | None = None) -> Int32:
     """int32 [T, W]: bit j % 32 of word j / 32 of row i is set when j is i or an ancestor of i.
 

@@ -37,9 +37,10 @@ class OnnxRuntimeBuild(BackendBuild):
         }
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        networks = tuple(networks)
-        if PRECISIONS[precision].quantized and any(dims.experts for dims in networks):
-            raise UsageError(f"mixtures of experts are not implemented in {precision}; use --precision fp32")
+        for dims in networks if PRECISIONS[precision].quantized else ():
+            if dims.experts or dims.delta:
+                which = "mixtures of experts" if dims.experts else "gated delta-net layers"
+                raise UsageError(f"{which} are not implemented in {precision}; use --precision fp32")
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         target, drafter, precision = inputs.target, inputs.drafter, inputs.precision

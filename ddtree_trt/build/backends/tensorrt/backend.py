@@ -210,6 +210,8 @@ def check_release(backend: Backend, version: str) -> None:
 def _beyond_plugin(networks: Iterable[TransformerDims]) -> str:
     """Words on a network whose attention our plugin has no kernel for; "" where there is none."""
     networks = tuple(networks)
+    if any(n.delta for n in networks):
+        return "gated delta-net layers have no plugin"
     if any(kind_of(n).windowed for n in networks):
         return "the drafter's sliding windows have no kernel"
     other = next((n.head_dim for n in networks if n.head_dim not in plugins.HEAD_DIMS), None)

@@ -18,11 +18,11 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.build.backends.base import Inputs
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, Profile, mend_attentions
-from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
+from ddtree_trt.build.graph.compaction import PLANES, Advanced, compaction_graph, window_rows
 from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, NativeGraph, PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.buffers import CacheShape, pass_rows
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.errors import BuildError
 
@@ -120,7 +120,9 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
         return graph
 
     def compaction(sink: Sink) -> ModelProto:
-        return compaction_graph(cache, floats, window_rows(drafter.dims), attention)
+        rows, net = pass_rows(limits, limits.max_batch), target.dims.delta
+        states = Advanced(net, len(target.dims.delta_layers), rows) if net else None
+        return compaction_graph(sink, cache, floats, window_rows(drafter.dims), attention, states)
 
     sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
     moved = {} if attention == "native" else {PLANES: (1, 1, cache.planes)}

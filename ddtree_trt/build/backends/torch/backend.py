@@ -18,7 +18,7 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
 
-_INTEGERS = "I32"
+_OWN = {"int32": "I32", "float32": "F32"}  # types that are not the precision's, in a safetensors header
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
@@ -40,13 +40,14 @@ class TorchBuild(BackendBuild):
         checkpoints = {"target": target, "drafter": drafter}
         own = block_drafter_precision(precision) if drafter.kind.block_size else precision
         stored = {"target": PRECISIONS[precision], "drafter": PRECISIONS[own]}
-        types = {w.name: _INTEGERS if w.integers else stored[w.network].safetensors for w in weights}
+        types = {w.name: _OWN.get(w.dtype, stored[w.network].safetensors) for w in weights}
         total, done = PRECISIONS[precision].value_bytes * sum(math.prod(w.shape) for w in weights), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
             file.write(safetensors_header({w.name: (types[w.name], w.shape) for w in weights}))
             for weight, source in ((w, source) for w in weights for source in w.sources):
                 values = checkpoints[weight.network].tensor(source)
-                data = values.astype("<i4") if weight.integers else encode(values, stored[weight.network].dtype, source)
+                dtype = weight.dtype or stored[weight.network].dtype
+                data = values.astype("<i4") if dtype == "int32" else encode(values, dtype, source)
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)

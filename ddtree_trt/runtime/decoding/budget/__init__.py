@@ -11,5 +11,6 @@
 - **Draft or not.** Since it last gained a request may lose, in single-token passes, LOSS or LEAST_DRAFTS of the
   smallest drafts that could pay, and PROBE · √tokens. It drafts where gain is expected and that affords a round of
   which nothing is accepted; where none is, PROBE · √tokens alone pays for probes, at growing gaps. So a useless drafter
-  costs that much and no more. Requests share costs alone: none can end another's drafting.
+  costs that much and no more. Every request makes its own first drafts; requests share costs, and fewer probes when
+  PATIENCE of them in a row have lost. A first draft that takes in a long prompt must be repaid by the tokens left.
 """

@@ -52,6 +52,11 @@ class Costs:
         return replace(self._profile, corrections=tuple(means))
 
     @property
+    def context_s(self) -> float:
+        """What the first draft behind a prompt takes longer, for each of its tokens."""
+        return 0.0 if self._profile.far is None else self._profile.far.context_s  # the first of all drafts is slower
+
+    @property
     def single_due(self) -> bool:
         """Whether a round without drafts should be made to see what it takes, of which those with drafts say little."""
         return self._drafted >= SINGLES * (1 + self._singles) ** 2

@@ -19,6 +19,9 @@ LOSS = 2.0  # single-token passes that a request may lose by drafting since it l
 LEAST_DRAFTS = 2.0  # ... or so many of the smallest drafts that could pay, ...
 PROBE = 0.4  # ... and times the root of its tokens since then. Where no gain is expected, that alone is for probes
 CREDIT = 4.0  # most of an earlier gain that is set against later losses
+PATIENCE = (
+    8  # requests in a row that lost by drafting, after which probes of new ones have so much less until one gains
+)
 RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
 REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen before the drafter has probabilities
 REST = 8  # rounds after which requests none of which may draft are weighed again: a plan takes time
@@ -88,6 +91,16 @@ class AutoBudgets:
             self.sizes = np.unique(costs.filled[nodes[nodes <= max_nodes]])
         self.resting: list[AutoBudget] = []  # requests whose next `rest` rounds are without drafts, as was decided
         self.rest, self.single = 0, Decision(0, 1.0, 1.0, 1.0, drafted=False)
+        self._poor = 0  # requests that have lost since one has gained
+
+    @property
+    def share(self) -> float:
+        """The part of the allowance for probes that a new request has."""
+        return 1.0 if self._poor < PATIENCE else 1 / PATIENCE
+
+    def judge(self, lost: float) -> None:
+        """Learn how many single-token passes a request has lost that drafted."""
+        self._poor = self._poor + 1 if lost > 0 else 0
 
 
 class AutoBudget:
@@ -98,6 +111,8 @@ class AutoBudget:
         self.levels: int | None = None  # of the next draft, of a drafter by levels
         self.fresh = True  # whether it has not drafted yet
         self._loss = 0.0  # single-token passes
+        self._lost = 0.0  # the same, of earlier gains nothing forgotten
+        self._share = shared.share  # of the allowance for probes
         self._tokens = 0  # since the loss was last a gain
         self._expect_anew()
 
@@ -111,7 +126,8 @@ class AutoBudget:
     def may_lose(self, price: float | None = None) -> float:
         """Single-token passes that a round may lose where gain is expected and the smallest draft that could pay costs
         `price`; without a price those of a probe."""
-        return PROBE * math.sqrt(self._tokens) - self._loss + (max(LOSS, LEAST_DRAFTS * price) if price else 0.0)
+        drafts = max(LOSS, LEAST_DRAFTS * price) if price else 0.0
+        return drafts + self._share * PROBE * math.sqrt(self._tokens) - self._loss
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -135,10 +151,18 @@ class AutoBudget:
         """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
         may have cut it: the round is counted, but is no evidence of the draft's quality."""
         self._tokens += len(path)
-        if not decision.drafted:
-            return
+        if decision.drafted:
+            self._book(decision, tree, path, ends)
+        if ends and self._lost:
+            self.shared.judge(self._lost)
+
+    def _book(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], ends: bool) -> None:
+        """Learn from a round with a draft."""
         lost = decision.expected_s / decision.single_token_s - len(path)
+        self._lost += lost
         self._loss = max(self._loss + lost, -CREDIT)
+        if self._lost < 0:
+            self._share = 1.0
         if decision.probe and lost < 0:
             self._loss = min(self._loss, 0.0)
             self._expect_anew()
@@ -160,6 +184,7 @@ class SlotInput(NamedTuple):
     past: int  # tokens in front of those to draft
     left: int  # most tokens that may still come, 1 or more
     drafts: bool = True  # whether it may use the drafter
+    cached: int = 0  # tokens of the past that the slot held before, so that the drafter may know them
 
 
 class _Prices(NamedTuple):
@@ -203,6 +228,12 @@ class RoundPlan:
         self._mixed = any(self._nodes)  # whether fixed budgets draft, too
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
+        context_s = shared.costs.context_s
+        self._late = {  # those whose first draft takes in a prompt for longer than half of their tokens will take
+            i
+            for i, budget in self._autos.items()
+            if budget.fresh and context_s * (slots[i].past - slots[i].cached) > slots[i].left / 2 * self._single_s
+        }
 
     def ceilings(self) -> list[int]:
         """Most nodes to draft for each slot; 0 skips the drafter. Sets the levels of drafts by levels."""
@@ -211,7 +242,7 @@ class RoundPlan:
         self._shared.single = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         for i in self._autos:
             self.decisions[i] = self._shared.single
-        able = [i for i, deepest in self._deepest.items() if deepest]
+        able = [i for i, deepest in self._deepest.items() if deepest and i not in self._late]
         if not able or (self._shared.costs.single_due and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))

@@ -26,6 +26,7 @@ class _LastPass:
 
     token_ids: NDArray[np.int64]  # [T]
     taps: NDArray[np.float32] | None  # [T, M·H]: in the network's buffer
+    prompt_ends: bool  # with the last of the tokens
 
 
 class OrtEngine:
@@ -58,9 +59,12 @@ class OrtEngine:
     def draftable_length(self, slot: int) -> int:
         return min(self._drafter.context_length(slot), self.length(slot))
 
+    def restorable(self, slot: int, length: int) -> int:
+        return self._target.cache.restorable(slot, length)
+
     def truncate(self, slot: int, length: int) -> None:
         self._target.cache.truncate(slot, length)
-        self._drafter.truncate(slot, length)
+        self._drafter.truncate(slot, self.length(slot))
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
@@ -70,15 +74,16 @@ class OrtEngine:
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         outputs = self._target.extend_all(requests)
         for request, output in zip(requests, outputs, strict=True):
-            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, output.taps)
+            ends = request.rows == "last"
+            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, output.taps, ends)
         return [Verdict(output.choices, output.logits) for output in outputs]
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
+        last = self._last_passes[slot]
         if taps:
             check_up_to_date(self._drafter, self._target.cache, slot)
-            last = self._last_passes[slot]
             self._drafter.append_context(slot, last.token_ids[path], None if last.taps is None else last.taps[path])
-        self._target.cache.compact(slot, path)
+        self._target.cache.compact(slot, path, prompt_ends=last.prompt_ends)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self._drafter, self._target.cache, requests)

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Manifest, cpu_cache_bytes, cpu_cache_rows
+from ddtree_trt.artifact.manifest import Limits, Manifest, cpu_cache_bytes, cpu_cache_rows
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import VerifyRequest
-from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths, Snapshots
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -70,9 +70,39 @@ class SlotRows:
     done: int = 0  # nodes before these whose rows the cache has
 
 
+class States:
+    """The states of a hybrid's delta nets, of all layers and slots, and those that slots keep to come back to."""
+
+    def __init__(self, dims: TransformerDims, limits: Limits) -> None:
+        assert dims.delta is not None, "a network of attention alone has no states"
+        self._net = dims.delta
+        shape = (len(dims.delta_layers), limits.max_batch, self._net.state_values)
+        self.values = np.zeros(shape, np.float32)  # as `DDTreeDeltaNet` reads them
+        self.moves = np.empty((shape[0], 0, self._net.moved_values), np.float32)  # of the last pass
+        self.snapshots = Snapshots[NDArray[np.float32]](limits.max_batch, limits.snapshot_every)
+
+    def commit(self, slot: int, rows: NDArray[np.int32], length: int, *, prompt_ends: bool) -> None:
+        """Move a slot of that length along rows [m] of the last pass. `prompt_ends`: with the last of them."""
+        for stop in self.snapshots.stops(slot, length, length + len(rows), prompt_ends=prompt_ends):
+            self._move(slot, rows[: stop - length])
+            rows, length = rows[stop - length :], stop
+            self.snapshots.keep(slot, stop, self.values[:, slot].copy())
+        self._move(slot, rows)
+
+    def _move(self, slot: int, rows: NDArray[np.int32]) -> None:
+        d = self._net
+        shape = (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps)
+        _native.commit_delta(self.values, self.moves, slot, np.ascontiguousarray(rows), *shape)
+
+    def restore(self, slot: int, length: int) -> None:
+        """Go back to a kept state, or to 0, and forget later ones."""
+        state = self.snapshots.back_to(slot, length)
+        self.values[:, slot] = 0 if state is None else state
+
+
 class OrtCache(SlotLengths):
-    """One network's cache: keys and values of all layers and slots, as `DDTreeAttention` stores them. The buffer never
-    moves: passes append in place, compaction moves rows in place."""
+    """One network's cache: keys and values of all slots and layers with attention, as `DDTreeAttention` stores them,
+    and states of the others. The buffers never move: passes append in place, commits move rows in place."""
 
     def __init__(self, dims: TransformerDims, manifest: Manifest) -> None:
         limits, precision = manifest.limits, manifest.precision
@@ -80,13 +110,36 @@ class OrtCache(SlotLengths):
         self._shape = (dims.head_dim, cpu_cache_rows(limits), PRECISIONS[precision].cache_bytes == 2)
         # np.zeros maps pages lazily: a slot costs memory only once tokens are written to it.
         head_bytes = cpu_cache_bytes(dims.head_dim, limits, precision)
-        self.buffer = np.zeros((dims.num_layers, limits.max_batch, dims.num_kv_heads, head_bytes), np.uint8)
+        layers = len(dims.attention_layers)
+        self.buffer = np.zeros((layers, limits.max_batch, dims.num_kv_heads, head_bytes), np.uint8)
+        self.states = States(dims, limits) if dims.delta_layers else None
+        self.first_rows: dict[int, int] = {}  # of the slots in the last pass
 
-    def compact(self, slot: int, path: NDArray[np.int32]) -> None:
-        """Move the rows length + path[j] to length + j in every layer, then count them as committed."""
+    def compact(self, slot: int, path: NDArray[np.int32], *, prompt_ends: bool = False) -> None:
+        """Move the rows length + path[j] to length + j in every layer with attention, and the others' states along
+        them; then count them as committed. `prompt_ends`: the last of them is a prompt's last token."""
         if path[-1] != len(path) - 1:
             _native.compact_cache(self.buffer, slot, *self._shape, self.lengths[slot], path)
+        if self.states is not None:
+            if slot not in self.first_rows:
+                raise EngineError(
+                    f"slot {slot} was not in the last pass, so there is nothing to commit; verify it again"
+                )
+            rows = path + np.int32(self.first_rows.pop(slot))
+            self.states.commit(slot, rows, self.lengths[slot], prompt_ends=prompt_ends)
         self.append(slot, len(path))
+
+    def restorable(self, slot: int, length: int) -> int:
+        if self.states is None or length == self.lengths[slot]:
+            return length
+        return self.states.snapshots.restorable(slot, length)
+
+    def truncate(self, slot: int, length: int) -> None:
+        held = self.lengths[slot]
+        kept = self.restorable(slot, length) if length <= held else length
+        super().truncate(slot, kept)
+        if self.states is not None and kept < held:
+            self.states.restore(slot, kept)
 
 
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
@@ -116,14 +169,15 @@ class OrtNetwork:
         """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it, which
         would otherwise fail in the first pass or give wrong numbers."""
         shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
-        layers = shapes.get(names.CACHE, [0])[0]
-        if layers != self.dims.num_layers:
-            raise ArtifactError(
-                f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
-            )
+        layers, count = shapes.get(names.CACHE, [0])[0], len(self.dims.attention_layers)
+        if layers != count:
+            raise ArtifactError(f"{path} has {layers} layers, the manifest says {count}; rebuild the engine")
         head_bytes = cpu_cache_bytes(self.dims.head_dim, manifest.limits, manifest.precision)
         cache = {2: self.dims.num_kv_heads, 3: head_bytes}
         expected = {names.CACHE: cache} | {name: {-1: width} for name, width in widths.items()}
+        if (d := self.dims.delta) and self.dims.delta_layers:
+            states = {names.STATES: d.state_values, names.MOVES: d.moved_values}
+            expected |= {name: {0: len(self.dims.delta_layers), 2: width} for name, width in states.items()}
         for name, axes in expected.items():
             shape = shapes.get(name)
             if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
@@ -145,12 +199,14 @@ class OrtNetwork:
             placed[n] = rows.slot, self.cache.lengths[rows.slot], rows.contexts, rows.done, rows.nodes
         tree = self.buffers.take(names.PARENTS, parents.shape, np.int32)
         tree[:] = parents
-        for name, array in (
-            *inputs.items(),
-            (names.SLOTS, placed),
-            (names.PARENTS, tree),
-            (names.CACHE, self.cache.buffer),
-        ):
+        inputs = {**inputs, names.SLOTS: placed, names.PARENTS: tree, names.CACHE: self.cache.buffer}
+        if (states := self.cache.states) is not None:
+            layers, _, width = states.moves.shape
+            states.moves = self.buffers.take(names.MOVES, (layers, len(parents), width), np.float32)
+            inputs |= {names.STATES: states.values, names.MOVES: states.moves}
+            starts = accumulate((rows.nodes for rows in slots), initial=0)
+            self.cache.first_rows = {rows.slot: start for rows, start in zip(slots, starts, strict=False)}
+        for name, array in inputs.items():
             if self._bound.get(name) is not array:
                 self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
                 self._bound[name] = array

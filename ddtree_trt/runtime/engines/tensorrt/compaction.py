@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.device.cuda_device import Upload
+from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 
 
@@ -19,6 +22,9 @@ class TappedStates:
 
     address: int
     row_bytes: int
+
+
+_NONE = np.empty(0, np.int32)
 
 
 class Compaction:
@@ -32,23 +38,44 @@ class Compaction:
         self._rows = rows
         self._keep_shape = tuple(network.engine.get_tensor_shape(names.KEEP))  # [K], or with our plugin [1, K]
         self._uploads = uploads
+        self.advances = names.TAKEN in io_tensors(network.engine)  # whether a commit has to advance states
 
-    def move(self, slot: int, past: int, path: NDArray[np.int32], states: TappedStates | None) -> None:
+    def move(
+        self,
+        slot: int,
+        past: int,
+        path: NDArray[np.int32],
+        first: int,
+        states: TappedStates | None,
+        cuts: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+    ) -> None:
         """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise rows path[j] of
-        the tree's states to j. `path` rises. The states' rows are copied one by one, which the host can do since it
-        knows the path."""
-        for start, keep in windows(past, path, self._keep_shape[-1], self._rows):
-            self._run(slot, start, keep)
+        the tree's states to j. `path` rises. A hybrid's states advance by these rows of the pass, of which `first` is
+        the tree's first, and what `cuts` says is done when it has so many of them. The tapped states' rows are copied
+        one by one, which the host can do since it knows the path."""
+        if 0 in cuts:
+            cuts[0]()
+        for start, end, at, keep in windows(past, path, self._keep_shape[-1], self._rows, cuts):
+            before = first + int(path[start - 1]) if start else -1
+            self._run(slot, at, keep, first + path[start:end], before)
+            if end in cuts:
+                cuts[end]()
         if states is not None:
             device, size = self._network.shared.device, states.row_bytes
             for row, source in enumerate(path.tolist()):
                 if source != row:
                     device.copy(states.address + row * size, states.address + source * size, size)
 
-    def _run(self, slot: int, past: int, keep: NDArray[np.int32]) -> None:
+    def _run(
+        self, slot: int, past: int, keep: NDArray[np.int32], taken: NDArray[np.int32] = _NONE, before: int = -1
+    ) -> None:
         control = {names.PAST_LEN: np.array([past], np.int32), names.KEEP: keep.reshape(self._keep_shape)}
         if not self._network.neighbours:
             control[names.SLOT_IDS] = np.array([slot], np.int32)
+        if self.advances:
+            rows = np.full(self._keep_shape, -1, np.int32)
+            rows[: len(taken)] = taken
+            control |= {names.TAKEN: rows, names.BEFORE: np.array([before], np.int32)}
         shapes = {name: array.shape for name, array in control.items()}
         self._network.run([slot], shapes, self._uploads[slot].send(control), key=slot)
 
@@ -57,12 +84,17 @@ class Compaction:
         self._run(slot, 0, np.arange(self._keep_shape[-1], dtype=np.int32))
 
 
-def windows(past: int, path: NDArray[np.int32], size: int, rows: int) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """(past, keep [`size`]) of each execution of the compaction plan that together moves row past + path[j] to past + j
-    of a slot with `rows` rows: front to back, and none ends behind the slot. Of a row that stays, keep[j] is j."""
-    for start in range(0, len(path), size):
-        moved = path[start : start + size] - start
+def windows(
+    past: int, path: NDArray[np.int32], size: int, rows: int, cuts: Iterable[int] = ()
+) -> Iterator[tuple[int, int, int, NDArray[np.int32]]]:
+    """(start, end, past, keep [`size`]) of each execution of the compaction plan that together moves row past + path[j]
+    to past + j of a slot with `rows` rows: front to back, each the path's rows from `start` to `end`, which is no
+    further than the next of `cuts`, and none ends behind the slot. Of a row that stays, keep[j] is j."""
+    bounds = sorted({0, *cuts, len(path)})
+    parts = [(s, min(s + size, end)) for begin, end in pairwise(bounds) for s in range(begin, end, size)]
+    for start, end in parts:
+        moved = path[start:end] - start
         earlier = max(0, past + start + size - rows)
         keep = np.arange(size, dtype=np.int32)
         keep[earlier : earlier + len(moved)] = moved + earlier
-        yield past + start - earlier, keep
+        yield start, end, past + start - earlier, keep

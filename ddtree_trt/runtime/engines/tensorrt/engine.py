@@ -20,7 +20,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, Layout, buckets
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, Layout, StateShapes, buckets, pass_rows
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
@@ -28,6 +28,7 @@ from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verd
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
+from ddtree_trt.runtime.engines.tensorrt.delta import DeltaStates, kept_addresses
 from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
@@ -42,6 +43,8 @@ class _LastPass:
     generation: int  # number of the pass: the next one overwrites the states
     token_ids: NDArray[np.int64]  # of the tree, without padding
     states: TappedStates  # with 0 bytes per row where no layer is tapped
+    first: int  # its first row, of all rows of the pass
+    prompt_ends: bool  # with the last of the tokens
 
 
 class TrtEngine:
@@ -71,12 +74,17 @@ class TrtEngine:
 
         def network(name: str, engine: Any, tables: Mapping[str, int], dims: TransformerDims, cache: str) -> TrtNetwork:
             shape = CacheShape.of(dims, self.limits, size)
-            return TrtNetwork(name, engine, loaded.shared, tables, dims, shape, at[cache])
+            states = self._states.tensors if self._states else {}
+            return TrtNetwork(name, engine, loaded.shared, tables, dims, shape, at[cache], states)
 
+        shapes, kept = StateShapes.of(dims), dict[str, int]()
+        self._states = DeltaStates(shapes, self.limits, device, at[buffers.TARGET_STATES]) if dims.delta else None
+        if dims.delta is not None:
+            kept = kept_addresses(shapes, pass_rows(self.limits, self.limits.max_batch), at[buffers.KEPT])
         results = device.pinned(sizes[buffers.RESULTS])
         outputs = Outputs(at[buffers.RESULTS], results, at[buffers.LOGITS], self._taps or None)
         self.target = TrtLanguageModel(
-            network("target", loaded.target, loaded.target_tables, dims, buffers.TARGET_KV),
+            network("target", loaded.target, {**loaded.target_tables, **kept}, dims, buffers.TARGET_KV),
             device, self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs,
         )  # fmt: skip
         each = sizes[buffers.COMMIT_CONTROL] // self.limits.max_batch
@@ -85,7 +93,7 @@ class TrtEngine:
             for slot in range(self.limits.max_batch)
         ]
         drafter_network = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
-        compaction = network("compaction", loaded.compaction, {}, dims, buffers.TARGET_KV)
+        compaction = network("compaction", loaded.compaction, kept, dims, buffers.TARGET_KV)
         self._compaction = Compaction(compaction, self.limits.cache_rows, uploads)
         self.networks = [self.target.network, drafter_network, compaction]
         control = upload(buffers.DRAFTER_CONTROL)
@@ -121,9 +129,17 @@ class TrtEngine:
     def draftable_length(self, slot: int) -> int:
         return self.drafter.context_length(slot)
 
+    def restorable(self, slot: int, length: int) -> int:
+        if self._states is None or length >= self.length(slot):
+            return length
+        return self._states.snapshots.restorable(slot, length)
+
     def truncate(self, slot: int, length: int) -> None:
-        self.target.cache.truncate(slot, length)
-        self.drafter.truncate(slot, length)
+        kept, held = self.restorable(slot, length), self.length(slot)
+        self.target.cache.truncate(slot, kept)
+        if self._states is not None and kept < held:
+            self._states.restore(slot, kept)
+        self.drafter.truncate(slot, kept)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """A chain under a causal mask. Not captured: a chunk's work takes longer than its
@@ -131,7 +147,7 @@ class TrtEngine:
         tokens = len(token_ids)
         tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1  # an engine computes at least one row
-        request = VerifyRequest(slot, tree)
+        request = VerifyRequest(slot, tree, rows=rows)
         choices = self.target.run([request], tokens, np.arange(first, tokens), captured=False)
         self._remember(request, 0, tokens)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
@@ -156,8 +172,10 @@ class TrtEngine:
 
     def _remember(self, request: VerifyRequest, n: int, tokens: int) -> None:
         """Keep what `commit` needs of a request that was number `n` in the pass, whose T is `tokens`."""
-        states = TappedStates(self._taps + n * tokens * self._state_bytes, self._state_bytes)
-        self._last_passes[request.slot] = _LastPass(self.target.generation, request.tree.token_ids, states)
+        first, ends = n * tokens, request.rows == "last"
+        states = TappedStates(self._taps + first * self._state_bytes, self._state_bytes)
+        last = _LastPass(self.target.generation, request.tree.token_ids, states, first, ends)
+        self._last_passes[request.slot] = last
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         size, last = len(path), self._last_passes.get(slot)
@@ -165,9 +183,10 @@ class TrtEngine:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
             check_up_to_date(self.drafter, self.target.cache, slot)
-        if int(path[-1]) != size - 1:
-            states = last.states if taps and self._state_bytes else None
-            self._compaction.move(slot, self.length(slot), path, states)
+        if self._states is not None or int(path[-1]) != size - 1:
+            states, past = last.states if taps and self._state_bytes else None, self.length(slot)
+            cuts = self._states.cuts(slot, past, past + size, prompt_ends=last.prompt_ends) if self._states else {}
+            self._compaction.move(slot, past, path, last.first, states, cuts)
         if taps:
             self.drafter.append_context(slot, last.token_ids[path], last.states.address)
         self.target.cache.append(slot, size)

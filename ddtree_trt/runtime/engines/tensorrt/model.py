@@ -12,6 +12,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device.buffers import FLOAT_BYTES, INT_BYTES
 from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows, SlotLengths, mask_words, pad_trees
@@ -55,6 +56,7 @@ class TrtLanguageModel:
         self._vocab = vocab
         self._upload = upload
         self._outputs = outputs
+        self._hybrid = names.PARENTS in io_tensors(network.engine)
         self._mask_words = mask_words(limits.max_tokens_per_pass)
 
     def pass_requests(self, requests: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
@@ -76,6 +78,8 @@ class TrtLanguageModel:
             names.TREE_MASK: trees.tree_mask,
             names.ROWS: rows.astype(np.int32),
         }
+        if self._hybrid:
+            control[names.PARENTS] = trees.parents
         if not self.network.neighbours:
             control[names.SLOT_IDS] = trees.slot_ids
         at = self._outputs

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
@@ -46,10 +47,10 @@ class TrtNetwork:
 
     def __init__(
         self, name: str, engine: Any, shared: Shared, tables: Mapping[str, int], dims: TransformerDims,
-        cache: CacheShape, cache_address: int,
+        cache: CacheShape, cache_address: int, states: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """`engine` is an ICudaEngine, `tables` the addresses of its tables by input, `cache` the shape of its cache at
-        `cache_address`."""
+        `cache_address`. `states`: tensors of a hybrid → the address of the first slot's, and bytes of each."""
         self.name = name
         self.engine = engine
         self.shared = shared
@@ -59,9 +60,11 @@ class TrtNetwork:
         self._cache, self._cache_address = cache, cache_address
         # Inputs and outputs that are the cache: the whole of it, or one pair for each plane.
         self._whole = names.PAST_CACHE in existing
-        pasts, presents = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        layers = len(dims.attention_layers)
+        pasts, presents = names.past_names(layers), names.present_names(layers)
         pairs = list(zip(pasts, presents, strict=True))
         self._planes = [(names.PAST_CACHE, names.PRESENT_CACHE)] if self._whole else pairs
+        self._states = {tensor: place for tensor, place in states.items() if tensor in existing}
         self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
         self._growing = engine.get_tensor_shape(self._planes[0][0])[0] == -1
         self._plain: Any = None  # the context of passes that are not captured
@@ -128,6 +131,8 @@ class TrtNetwork:
             for tensor in plane:
                 self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
             address += self._cache.plane_bytes
+        for tensor, (start, size) in self._states.items():
+            self._check(context.set_tensor_address(tensor, start + first * size), f"an address for {tensor}")
 
     def _enqueue(
         self, context: Any, first: int, rows: int, shapes: Mapping[str, Shape], addresses: Mapping[str, int]
@@ -143,6 +148,10 @@ class TrtNetwork:
             leading = (cache.planes, cache.stored_slots) if self._whole else (rows,)
             for past, _ in self._planes:
                 self._set_shape(context, past, (*leading, *cache.slot_shape))
+            for tensor in self._states:
+                shape = tuple(self.engine.get_tensor_shape(tensor))
+                if shape[0] == -1:
+                    self._set_shape(context, tensor, (rows, *shape[1:]))
         if unset := context.infer_shapes():
             raise self._error(f"no shape or address for {', '.join(unset)}")
         self._execute(context)

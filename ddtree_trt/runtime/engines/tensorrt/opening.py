@@ -24,7 +24,7 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.tensor_files import read_tensors
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import CacheShape, Layout, tensorrt_buffers
+from ddtree_trt.device.buffers import CacheShape, Layout, StateShapes, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.gpus import KINDS, UNSERVED
 from ddtree_trt.device.libraries import (
@@ -347,6 +347,10 @@ def _check_slots(directory: Path, manifest: Manifest) -> None:
         if size % buffers.ALIGNMENT:
             problem = f"a slot of the {name}'s cache is {size} bytes, expected a multiple of {buffers.ALIGNMENT}"
             raise _unfit(directory, manifest, f"{directory}: {problem}")
+    states = StateShapes.of(manifest.target_dims)
+    if size := max(states.state_bytes % buffers.ALIGNMENT, states.past_bytes % buffers.ALIGNMENT):
+        problem = f"a slot's state ends {size} bytes behind a multiple of {buffers.ALIGNMENT}, expected at one"
+        raise _unfit(directory, manifest, f"{directory}: {problem}")
 
 
 def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
@@ -357,7 +361,7 @@ def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str
         stored.upload(table, device, tables[table])
     # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
     # slot of a pass writes rows of what is in the buffer for context.
-    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT):
+    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
         if cleared in addresses:
             device.clear(addresses[cleared], layout.sizes[cleared])
     device.synchronize()
@@ -398,7 +402,7 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
         raise _unfit(directory, manifest, f"{directory}: {problem}")
     dims, limits = manifest.drafter_dims if name == "drafter" else manifest.target_dims, manifest.limits
     cache = CacheShape.of(dims, limits, PRECISIONS[manifest.precision].value_bytes)
-    pasts = names.past_names(dims.num_layers)
+    pasts = names.past_names(len(dims.attention_layers))
     leading: tuple[int, ...]
     if name != "compaction":
         leading = (limits.max_batch if manifest.attention == "plugin" else -1,)

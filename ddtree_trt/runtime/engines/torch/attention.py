@@ -26,6 +26,7 @@ from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths, mask_words, pad_trees
+from ddtree_trt.runtime.engines.torch.delta import States
 
 
 class DeviceCache(SlotLengths):
@@ -33,18 +34,33 @@ class DeviceCache(SlotLengths):
     (`Place`)."""
 
     def __init__(
-        self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool
-    ) -> None:
-        """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch."""
+        self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool,
+        states: States | None = None,
+    ) -> None:  # fmt: skip
+        """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch. `states` of a hybrid's delta-net layers."""
         super().__init__(slots, rows)
         self._kernels = kernels
+        self.states = states
+        self._number = {layer: n for n, layer in enumerate(dims.attention_layers)}
         # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
-        shape = (2 * dims.num_layers, slots, dims.num_kv_heads, rows, dims.head_dim)
+        shape = (2 * len(self._number), slots, dims.num_kv_heads, rows, dims.head_dim)
         self.slab = torch.zeros(shape, dtype=dtype, device=device)  # [planes, slots, Hkv, S, D]: key, value by layer
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, Hkv, S, D] of a layer."""
-        return self.slab[2 * index], self.slab[2 * index + 1]
+        number = self._number[index]
+        return self.slab[2 * number], self.slab[2 * number + 1]
+
+    def restorable(self, slot: int, length: int) -> int:
+        if self.states is None or length >= self.lengths[slot]:
+            return length
+        return self.states.snapshots.restorable(slot, length)
+
+    def truncate(self, slot: int, length: int) -> None:
+        kept, held = self.restorable(slot, length), self.lengths[slot]
+        super().truncate(slot, kept)
+        if self.states is not None and kept < held:
+            self.states.restore(slot, kept)
 
     def place(self, requests: Sequence[VerifyRequest]) -> tuple[Place, Tensor, Tensor]:
         """Where the rows of a pass over trees are, padded to the longest; their token ids and positions int32 [N, T].
@@ -85,7 +101,7 @@ MODES = ("auto", "on", "off")
 Flash = Callable[..., Tensor]
 OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
     *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
-    *("add_rms_norm", "split_qkv", "swiglu"),
+    *("draft_top", "add_rms_norm", "split_qkv", "swiglu"),
 )
 _logger = logging.getLogger("ddtree_trt.torch")
 _TOLERANCE = 0.05  # of values of size 1 in half precision
@@ -139,6 +155,7 @@ class Place:
     slots: Tensor  # int32 [N]
     past: Tensor  # int32 [N]: committed rows of each slot
     mask: Tensor | None = None  # int32 [N, T, W]: ancestor-or-self bits, for mode TREE
+    parents: Tensor | None = None  # int32 [N, T], −1 at roots and padding: likewise, in hybrids
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
@@ -178,8 +195,8 @@ def load_operators() -> None:
 
 class Attention:
     """Attention over a slotted cache: by our kernels, or `flash` for passes without a tree, and where there are none in
-    PyTorch under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need a wait, over
-    the whole slot."""
+    PyTorch under a mask: over the rows that a window reaches; without one, on a CPU over the rows in use; on a GPU,
+    where reading their number would need a wait, over the whole slot."""
 
     def __init__(self, scratch: Scratch | None = None, flash: Flash | None = None) -> None:
         """With `scratch` passes run on our kernels: `torch.ops.ddtree` must be loaded."""
@@ -209,13 +226,19 @@ class Attention:
             cache_k[slots[:, None], :, rows] = k
             cache_v[slots[:, None], :, rows] = v
             width = cache_k.shape[2] if q.is_cuda else int(past.max()) + tokens
-            # A single slot on a CPU is read where it is.
-            taken = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 and not q.is_cuda else slots
+            if window and window - 1 + tokens < width:
+                seen = rows[:, :1] + torch.arange(1 - window, tokens, device=q.device)  # [N, R], below 0 hidden
+                keys, values = (x[slots[:, None], :, seen.clamp(min=0)].transpose(1, 2) for x in (cache_k, cache_v))
+            else:
+                seen = torch.arange(width, device=q.device)[None]
+                # A single slot on a CPU is read where it is.
+                taken = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 and not q.is_cuda else slots
+                keys, values = cache_k[taken, :, :width], cache_v[taken, :, :width]
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
-                cache_k[taken, :, :width],
-                cache_v[taken, :, :width],
-                attn_mask=_visible(place, mode, tokens, width, window)[:, None],
+                keys,
+                values,
+                attn_mask=_visible(place, mode, tokens, seen, window)[:, None],
                 scale=scale,
                 enable_gqa=True,
             )
@@ -231,11 +254,11 @@ class Attention:
         return out
 
 
-def _visible(place: Place, mode: MaskMode, tokens: int, width: int, window: int) -> Tensor:
-    """bool [N, T, width]: the rows of its slot that each new row sees."""
+def _visible(place: Place, mode: MaskMode, tokens: int, rows: Tensor, window: int) -> Tensor:
+    """bool [N, T, R]: which of these rows int [N or 1, R] of its slot each new row sees; none below 0."""
     column = torch.arange(tokens, device=place.past.device)[:, None]
-    new = torch.arange(width, device=place.past.device) - place.past.long()[:, None, None]  # [N, 1, width], past < 0
-    seen = (new < tokens if mode is MaskMode.NONE else new <= column).expand(-1, tokens, -1)
+    new = rows[:, None] - place.past.long()[:, None, None]  # [N, 1, R], past < 0
+    seen = (new < tokens if mode is MaskMode.NONE else new <= column).expand(-1, tokens, -1) & (rows >= 0)[:, None]
     if mode is MaskMode.TREE:
         assert place.mask is not None, "a tree has a mask"
         at = new.clamp(0, tokens - 1).expand_as(seen)

@@ -73,10 +73,20 @@ class HostOps:
     def build_tree(
         self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
         token_ids: Tensor, parents: Tensor, depths: Tensor, positions: Tensor, counts: Tensor,
+        log_weights: Tensor | None = None, outlook_depths: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Trees of log_probs [N, L, K] into the int32 tensors [N, T], and their sizes, root included, into counts."""
+        """Trees of log_probs [N, L, K] into the int32 tensors [N, T], and their sizes, root included, into counts. Of
+        the first O nodes of a larger tree, root not counted, the log-weights float32 and depths int32 [N, O]; −inf and
+        0 where there is none, as with a budget of 0."""
+        outlook = 0 if log_weights is None else log_weights.shape[1]
         for n, budget in enumerate(budgets.tolist()):
-            tree = build_tree(log_probs[n].numpy(), candidates[n].numpy(), budget)
+            grown = build_tree(log_probs[n].numpy(), candidates[n].numpy(), max(budget, outlook) if budget else 0)
+            if log_weights is not None and outlook_depths is not None:
+                seen = grown.cut(outlook)
+                log_weights[n], outlook_depths[n] = -torch.inf, 0
+                log_weights[n, : len(seen)] = torch.from_numpy(seen.log_weights)
+                outlook_depths[n, : len(seen)] = torch.from_numpy(seen.depths)
+            tree = grown.cut(budget)
             size = 1 + len(tree)
             token_ids[n], parents[n], depths[n] = root_tokens[n], -1, 0
             token_ids[n, 1:size] = torch.from_numpy(tree.token_ids)
@@ -110,9 +120,8 @@ class HostOps:
 class KernelOps(HostOps):
     """`torch.ops.ddtree`."""
 
-    def build_tree(self, *tensors: Tensor) -> None:
-        *given, counts = tensors
-        torch.ops.ddtree.build_tree(*given, None, counts)  # without log-weights
+    def build_tree(self, *tensors: Tensor | None) -> None:
+        torch.ops.ddtree.build_tree(*tensors)
 
     def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
         torch.ops.ddtree.packed_mask(parents, mask)
@@ -133,9 +142,11 @@ class BlockOnDevice(Drafter):
     counts: list[int]  # of them, of each slot
 
     @abstractmethod
-    def run(self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        """Process the waiting states and draft behind them, for int32 [N] each: log-probabilities [N, L, K], falling,
-        and the candidates int32 [N, L, K]."""
+    def run(
+        self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int, reach: int
+    ) -> tuple[Tensor, ...]:
+        """Process the waiting states and draft behind them, for int32 [N] each: of the first `reach` positions, P,
+        log-probabilities [N, P, K], falling, and the candidates int32 [N, P, K]."""
 
     @abstractmethod
     def hold(self, slots: Tensor, states: Tensor) -> None:
@@ -178,9 +189,9 @@ class DeviceRound:
         self._budgets = zeros(batch)
         self._seeds = zeros(batch, dtype=torch.int64)
         self._temperatures = zeros(batch, dtype=torch.float32)
-        # The draft, [N, L, K].
-        self._log_probs = zeros(batch, length, self._top_k, dtype=torch.float32)
-        self.candidates = zeros(batch, length, self._top_k)
+        # The draft, [N, P, K]: of the positions that the tree can reach.
+        self._log_probs = zeros(batch, self.longest - 1, self._top_k, dtype=torch.float32)
+        self.candidates = zeros(batch, self.longest - 1, self._top_k)
         # The trees, [N, T], and their sizes [N], roots included.
         self._token_ids = zeros(batch, tokens)
         self._parents = zeros(batch, tokens)
@@ -241,7 +252,8 @@ class DeviceRound:
         return zip(ROUND_STAGES, works, strict=True)
 
     def _draft(self) -> None:
-        drafted = self._drafter.run(self._slots, self._context, self._waiting, self._bonus_tokens, self._top_k)
+        state = (self._slots, self._context, self._waiting, self._bonus_tokens)
+        drafted = self._drafter.run(*state, self._top_k, self.longest - 1)
         self._log_probs.copy_(drafted[0])
         self.candidates.copy_(drafted[1])
         self._context.add_(self._waiting)

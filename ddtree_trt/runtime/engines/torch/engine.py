@@ -68,10 +68,10 @@ class TorchEngine:
         cache = DeviceCache(draft_dims, slots, rows, drafter_dtype, device, kernels=own_attention.kernels)
         parts = DrafterParts(weights, self.target.network, cache, own_attention, self.target.graphs)
         self.drafter = make_drafter(manifest, "torch", parts)
-        # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, and the whole rows
-        # of logits that they draw from.
+        # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, the whole rows of
+        # logits that they draw from, and a cache that a round launched in vain leaves as it is.
         block = self.drafter if isinstance(self.drafter, BlockOnDevice) else None
-        without = block is None or manifest.drafting.pairs or shard.size > 1
+        without = block is None or manifest.drafting.pairs or shard.size > 1 or dims.delta
         self.rounds = None if block is None or without else TorchRounds(self.target, block)
 
     @classmethod
@@ -103,15 +103,18 @@ class TorchEngine:
     def draftable_length(self, slot: int) -> int:
         return self.drafter.context_length(slot)
 
+    def restorable(self, slot: int, length: int) -> int:
+        return self.target.cache.restorable(slot, length)
+
     def truncate(self, slot: int, length: int) -> None:
         self.target.claims.take([slot])
         self.target.cache.truncate(slot, length)
-        self.drafter.truncate(slot, length)
+        self.drafter.truncate(slot, self.length(slot))
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         self.target.claims.take([slot])
         size = len(token_ids)
-        hidden = self.target.prefill(slot, token_ids)
+        hidden = self.target.prefill(slot, token_ids, prompt_ends=rows == "last")
         # First the commit: what the drafter takes in of the prompt is on the stream before the host waits.
         self.commit(slot, np.arange(size, dtype=np.int32), taps=taps)
         first = {"all": 0, "last": size - 1, "none": size}[rows]

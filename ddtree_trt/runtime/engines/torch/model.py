@@ -19,6 +19,7 @@ from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Part, TransformerDims, decoder_layers
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
+from ddtree_trt.runtime.engines.torch.delta import Ancestors, delta_net
 from ddtree_trt.runtime.engines.torch.experts import mixture
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
@@ -34,8 +35,8 @@ Around = Callable[[int, str, Tensor, Sublayer], Tensor]
 class Layer:
     """A layer's weights, named as its parts are."""
 
-    qkv: Tensor  # [(Hq + 2·Hkv)·D, H]
-    o: Tensor  # [H, Hq·D]
+    qkv: Tensor  # [(Hq + 2·Hkv)·D, H], or all of `projected_widths`
+    o: Tensor  # [H, Hq·D], or [H, Hv·Dv]
     input_norm: Tensor  # [H]
     post_norm: Tensor  # [H]
     gate_up: Tensor  # [2·inner, H], or of all experts [E·2·inner, H]
@@ -44,6 +45,14 @@ class Layer:
     q_norm: Tensor | None = None  # [D], likewise
     k_norm: Tensor | None = None  # [D], likewise
     router: Tensor | None = None  # [E, H], likewise
+    shared_gate_up: Tensor | None = None  # [2·inner, H], likewise
+    shared_down: Tensor | None = None  # [H, inner]
+    shared_gate: Tensor | None = None  # [1, H]
+    # Of a delta-net layer, float32:
+    conv: Tensor | None = None  # [C, W]
+    decay: Tensor | None = None  # [Hv]
+    step_bias: Tensor | None = None  # [Hv]
+    head_norm: Tensor | None = None  # [Dv]
 
 
 class Decoder:
@@ -74,23 +83,41 @@ class Decoder:
     def attend(self, index: int, h: Tensor, positions: Tensor, place: Place, mode: MaskMode, window: int = 0) -> Tensor:
         """Attention of layer `index` over rows h [N, T, H], whose keys and values go into the cache: [N, T, H]."""
         d, layer = self.dims, self.layers[index]
+        projected, gates = F.linear(h, layer.qkv, layer.qkv_bias), None
+        if d.delta is not None:
+            query, gates, *others = projected.split(d.projected_widths, -1)
+            projected = torch.cat((query, *others), -1)
         q, k, v = self.math.split_qkv(
-            F.linear(h, layer.qkv, layer.qkv_bias),
+            projected,
             layer.q_norm,
             layer.k_norm,
             self.tables,
             positions,
             d.rms_norm_eps,
-            d.num_heads,
+            (d.num_heads, d.num_kv_heads),
         )
-        seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window)
-        return self._shard.all_reduce(F.linear(seen.flatten(2), layer.o))
+        seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window).flatten(2)
+        seen = seen if gates is None else seen * gates.sigmoid()
+        return self._shard.all_reduce(F.linear(seen, layer.o))
+
+    def recur(self, index: int, h: Tensor, slots: Tensor, ancestors: Ancestors) -> Tensor:
+        """The gated delta net of layer `index` over rows h [N, T, H] of these slots: [N, T, H]."""
+        layer, d, states = self.layers[index], self.dims, self.cache.states
+        assert d.delta is not None and states is not None, "a hybrid has a cache with states"
+        parts = tuple(part for part in (layer.conv, layer.decay, layer.step_bias, layer.head_norm) if part is not None)
+        before = states.of_pass(index, slots, h.shape[1])
+        found = delta_net(F.linear(h, layer.qkv), d.delta, parts, d.rms_norm_eps, ancestors, *before)
+        return F.linear(found.to(h.dtype), layer.o)
 
     def mlp(self, layer: Layer, h: Tensor) -> Tensor:
         """SwiGLU of rows h [N, T, H], or that of the experts they choose: [N, T, H]."""
         if layer.router is not None and self.dims.experts is not None:
             weights = layer.router, layer.gate_up, layer.down
-            return self._shard.all_reduce(mixture(h, *weights, self.dims.experts, self.math.swiglu))
+            mixed = mixture(h, *weights, self.dims.experts, self.math.swiglu)
+            if layer.shared_gate_up is not None and layer.shared_down is not None and layer.shared_gate is not None:
+                shared = F.linear(self.math.swiglu(F.linear(h, layer.shared_gate_up)), layer.shared_down)
+                mixed = mixed + F.linear(h, layer.shared_gate).sigmoid() * shared
+            return self._shard.all_reduce(mixed)
         return self._shard.all_reduce(F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down))
 
     def run(
@@ -106,12 +133,16 @@ class Decoder:
         tapped layers' outputs. `masks`, where given, replace the mode, one for each layer."""
         eps, tapped = self.dims.rms_norm_eps, []
         update: Tensor | None = None  # the MLP's output, added to x by the next norm
+        hybrid = {*self.dims.delta_layers}
+        ancestors = _ancestors(place, mode, x.shape[1]) if hybrid else None
         for i, layer in enumerate(self.layers):
             x, h = self.math.add_norm(x, update, layer.input_norm, eps)
             if i - 1 in taps:
                 tapped.append(x)
             seen, window = _mode(masks[i]) if masks else (mode, 0)
             attend = partial(self.attend, i, positions=positions, place=place, mode=seen, window=window)
+            if ancestors is not None and i in hybrid:
+                attend = partial(self.recur, i, slots=place.slots, ancestors=ancestors)
             x, h = self.math.add_norm(x, self._around(i, ATTENTION, h, attend), layer.post_norm, eps)
             update = self._around(i, MLP, h, partial(self.mlp, layer))
         x, h = self.math.add_norm(x, update, self.norm, eps)
@@ -123,6 +154,14 @@ class Decoder:
 def _mode(mask: BlockMask) -> tuple[MaskMode, int]:
     """The mode and the window of an attention under that mask."""
     return MaskMode.CAUSAL if mask.causal else MaskMode.NONE, mask.window
+
+
+def _ancestors(place: Place, mode: MaskMode, tokens: int) -> Ancestors:
+    """Of the rows of a pass over trees or, in another mode, chains."""
+    if mode is not MaskMode.TREE:
+        return Ancestors.of_chains(len(place.slots), tokens, place.slots.device)
+    assert place.mask is not None and place.parents is not None, "a hybrid's tree has a mask and parents"
+    return Ancestors.of_trees(place.mask, place.parents)
 
 
 def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> Layer:

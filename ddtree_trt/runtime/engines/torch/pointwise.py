@@ -15,16 +15,20 @@ from ddtree_trt.models.decoder import TransformerDims
 
 
 def rotary_tables(dims: TransformerDims, rows: int, device: torch.device) -> Tensor:
-    """float32 [2, rows, D]: cosines, and sines that are negative in the first half."""
-    found = rotary.rotary_tables(dims.head_dim, dims.rope_theta, rows, dims.rope_scaling)
+    """float32 [2, rows, R], where R elements of a head are rotated: cosines, and sines that are negative in the first
+    half."""
+    found = rotary.rotary_tables(dims.rotated, dims.rope_theta, rows, dims.rope_scaling)
     cos, sin = map(torch.from_numpy, found)
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(device)
 
 
 def rotate(x: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
-    """Heads x [..., N, T, heads, D] rotated by the tables' angles at positions int [N, T], in float32."""
+    """Heads x [..., N, T, heads, D], their first R elements rotated by the tables' angles at positions int [N, T], in
+    float32."""
+    x, *others = x.tensor_split([tables.shape[-1]], -1)
     cos, sin = (F.embedding(positions, table).unsqueeze(-2) for table in tables)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).float(), sin)
+    turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).float(), sin)
+    return torch.cat((turned, *others), -1) if others[0].shape[-1] else turned
 
 
 class Pointwise:
@@ -52,19 +56,21 @@ class Pointwise:
         tables: Tensor,
         positions: Tensor,
         eps: float,
-        heads: int,
+        heads: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, T, Hq, D], keys and values [N, T, Hkv, D], contiguous, of the fused projection's output
-        [N, T, (Hq + 2·Hkv)·D]: heads normed where there are norms [D], queries and keys rotated. `heads` is Hq."""
-        parts = qkv.unflatten(-1, (-1, tables.shape[-1]))
-        kv_heads = (parts.shape[2] - heads) // 2
-        if self.kernels and q_norm is not None and k_norm is not None:  # the kernel norms heads too
-            q, k, v = (parts.new_empty(*parts.shape[:2], h, parts.shape[3]) for h in (heads, kv_heads, kv_heads))
+        [N, T, (Hq + 2·Hkv)·D]: heads normed where there are norms [D], queries and keys rotated. `heads`: Hq, Hkv."""
+        query_heads, kv_heads = heads
+        each = query_heads, kv_heads, kv_heads
+        parts = qkv.unflatten(-1, (sum(each), -1))
+        # The kernel norms heads too, and rotates all of them.
+        if self.kernels and q_norm is not None and k_norm is not None and parts.shape[3] == tables.shape[-1]:
+            q, k, v = (parts.new_empty(*parts.shape[:2], h, parts.shape[3]) for h in each)
             rows = [x.flatten(0, 1) for x in (q, k, v)]
             at = positions.to(torch.int32).flatten().contiguous()
             torch.ops.ddtree.split_qkv(parts.flatten(0, 1), q_norm, k_norm, tables, at, eps, *rows)
             return q, k, v
-        q, k, v = parts.split([heads, kv_heads, kv_heads], 2)
+        q, k, v = parts.split(each, 2)
         if q_norm is not None:
             q = F.rms_norm(q, q.shape[-1:], q_norm, eps)
         if k_norm is not None:

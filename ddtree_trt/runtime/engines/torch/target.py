@@ -23,6 +23,7 @@ from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows, mask_words, pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
+from ddtree_trt.runtime.engines.torch.delta import States
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
@@ -55,6 +56,8 @@ class _LastPass:
 
     token_ids: NDArray[np.int64]  # [T]
     taps: Tensor | None  # [T, M·H] on the device
+    first: int  # its first row, of all rows of the pass
+    prompt_ends: bool = False  # with the last of the tokens
 
 
 class TargetPass:
@@ -82,14 +85,17 @@ class TargetPass:
         # Passes that wait for other ranks are not captured.
         self.graphs = Graphs(device, capture=shard.size == 1)
         self.claims = SlotClaims(slots)
-        self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=attention.kernels)
-        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard)
         # On a CPU, without captures, a pass is as long as its longest tree.
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
+        kernels, rows, states = attention.kernels, slots * self.bucket(1 + limits.max_tree_budget), None
+        if dims.delta is not None:
+            states = States(dims, slots, limits.snapshot_every, max(rows, tokens), dtype, device)
+        self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=kernels, states=states)
+        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard)
         self.logits = torch.empty(slots * tokens, self.network.vocabulary.rows, device=device)
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))
-        self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, mask), device)
+        self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 3, mask), device)
         # One for each slot, so that the commits of a round need no wait between them.
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
         self._choices = Download(slots * tokens, device)
@@ -116,13 +122,14 @@ class TargetPass:
         logits = self.network.logits(hidden.flatten(0, 1), out=self.logits[: token_ids.numel()])
         return logits.unflatten(0, token_ids.shape), tapped
 
-    def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> Tensor:
-        """Append tokens [T] causally, for `commit` to keep: the network's output [T, H]. Not captured: a
-        chunk's work takes longer than its launches."""
+    def prefill(self, slot: int, token_ids: NDArray[np.int64], *, prompt_ends: bool = False) -> Tensor:
+        """Append tokens [T] causally, for `commit` to keep: the network's output [T, H]. `prompt_ends`: a prompt's last
+        is among them. Not captured: a chunk's work takes longer than its launches."""
         size = len(token_ids)
+        self._last_passes.clear()  # what a hybrid kept of earlier passes is overwritten
         place, ids, positions = self._send([VerifyRequest(slot, token_chain(token_ids))], size, MaskMode.CAUSAL)
         hidden, tapped = self.network.forward(ids, positions, place, MaskMode.CAUSAL)
-        self._last_passes[slot] = _LastPass(token_ids, None if tapped is None else tapped[0, :size])
+        self._last_passes[slot] = _LastPass(token_ids, None if tapped is None else tapped[0, :size], 0, prompt_ends)
         return hidden[0, :size]
 
     def verdict(self, hidden: Tensor) -> Verdict:
@@ -152,7 +159,7 @@ class TargetPass:
         for n, request in enumerate(requests):
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.network.taps else None
-            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps)
+            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps, start)
             self.last_logits.append(self.logits[start : start + size])
             verdicts.append(Verdict(choices[n, :size], readable(self.last_logits[-1])))
         return verdicts
@@ -163,12 +170,16 @@ class TargetPass:
         last = self._last_passes.pop(slot, None)
         if last is None:
             raise EngineError(f"slot {slot} was not in the last target pass: its states are gone")
-        size, states = len(path), last.taps
+        size, states, first = len(path), last.taps, last.first
+        rows: slice | Tensor = slice(first, first + size)
         if int(path[-1]) == size - 1:
             states = None if states is None else states[:size]
         else:
             keep = self._compact(slot, path)
             states = None if states is None else states.index_select(0, keep)
+            rows = keep + first
+        if self.cache.states is not None:
+            self.cache.states.commit(slot, rows, self.cache.lengths[slot], size, prompt_ends=last.prompt_ends)
         self.cache.append(slot, size)
         return last.token_ids[path], states
 
@@ -190,8 +201,9 @@ class TargetPass:
         if mode is not MaskMode.TREE:
             slots, past, ids, positions = self._control.send(*control)
             return Place(slots, past), ids, positions
-        slots, past, ids, positions, mask = self._control.send(*control, padded.tree_mask)
-        return Place(slots, past, mask), ids, positions
+        above = () if self.cache.states is None else (padded.parents,)
+        slots, past, ids, positions, mask, *parents = self._control.send(*control, padded.tree_mask, *above)
+        return Place(slots, past, mask, *parents), ids, positions
 
 
 def readable(logits: Tensor) -> Rows:

@@ -84,7 +84,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
                 cut = cut_of(weight, manifest.target_dims, shard)
                 tensor, shape = _read(file, weight.name, cut)
                 wanted = drafter_dtype if weight.network == "drafter" else dtype
-                wanted = torch.int32 if weight.integers else wanted
+                wanted = getattr(torch, weight.dtype) if weight.dtype else wanted
                 if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
                         f"{path}: {weight.name} should be {wanted} {list(weight.shape)}, found "

@@ -79,15 +79,17 @@ def test_a_vocabulary_in_parts_is_the_whole_one(size: int) -> None:
     def work(shard: Shard) -> tuple[Tensor, ...]:
         vocabulary = Vocabulary(17, shard)
         part = slice(vocabulary.start, vocabulary.start + vocabulary.rows)
-        best, ids = vocabulary.topk(distinct[:, part], 9)
+        best, ids = vocabulary.most_probable(distinct[:, part], 9, kernels=False, normalised=False)
+        log_probs, _ = vocabulary.most_probable(distinct[:, part], 9, kernels=False)
         embedded = vocabulary.embed(token_ids, table[part])
-        total, whole = vocabulary.logsumexp(distinct[:, part]), vocabulary.join(distinct[:, part])
-        return vocabulary.argmax(logits[:, part]), best, ids, total, embedded, whole
+        return vocabulary.argmax(logits[:, part]), best, ids, log_probs, embedded, vocabulary.join(distinct[:, part])
 
+    best, ids = distinct.topk(9, -1)
     expected = (
         torch.from_numpy(logits.numpy().argmax(-1)),
-        *distinct.topk(9, -1),
-        distinct.exp().sum(-1, keepdim=True).log(),
+        best,
+        ids,
+        best - distinct.exp().sum(-1, keepdim=True).log(),
         table[None],
         distinct,
     )
@@ -96,7 +98,7 @@ def test_a_vocabulary_in_parts_is_the_whole_one(size: int) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.delta])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_of_all_ranks_are_each_weight_once(family: str, size: int) -> None:
     dims = dims_of(FAMILIES[family], num_heads=8, num_kv_heads=4)

@@ -141,6 +141,9 @@ class ParallelEngine:
     def draftable_length(self, slot: int) -> int:
         return self._engine.draftable_length(slot)
 
+    def restorable(self, slot: int, length: int) -> int:
+        return self._engine.restorable(slot, length)
+
     def truncate(self, slot: int, length: int) -> None:
         self._later(TorchEngine.truncate, slot, length)
 

@@ -74,8 +74,18 @@ class Vocabulary:
         values, ids = self._by_rank(best, ids)
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
 
-    def topk(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k highest of all ranks' logits [R, rows], falling, and their tokens: float32 and int64 [R, k]."""
+    def most_probable(self, logits: Tensor, k: int, *, kernels: bool, normalised: bool = True) -> tuple[Tensor, Tensor]:
+        """The k highest of all ranks' logits [R, rows], falling, and their tokens: float32 and int [R, k], as
+        log-probabilities if `normalised`. `kernels`: `torch.ops.ddtree` is there."""
+        if kernels and self._shard.size == 1:
+            best = logits.new_empty(len(logits), k)
+            ids = torch.empty_like(best, dtype=torch.int32)
+            torch.ops.ddtree.draft_top(logits, normalised, best, ids)
+            return best, ids
+        best, ids = self._topk(logits, k)
+        return best - self._logsumexp(logits) if normalised else best, ids
+
+    def _topk(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if self._shard.size == 1:
             return logits.topk(k, -1)
         here = min(k, self.rows)
@@ -86,8 +96,7 @@ class Vocabulary:
         values, order = values.topk(k, -1)
         return values, ids.gather(1, order)
 
-    def logsumexp(self, logits: Tensor) -> Tensor:
-        """float32 [R, 1]: over the logits [R, rows] of all ranks."""
+    def _logsumexp(self, logits: Tensor) -> Tensor:
         total = logits.logsumexp(-1, keepdim=True)
         return total if self._shard.size == 1 else self._shard.gather(total).logsumexp(0)
 
@@ -142,6 +151,8 @@ def check_split(manifest: Manifest, size: int) -> None:
 
 def _obstacle(dims: TransformerDims, size: int) -> str | None:
     """What of a network cannot be divided by `size`; None where everything can."""
+    if dims.delta is not None:
+        return "its gated delta-net layers are not divided"
     for count, name in ((dims.num_heads, "attention heads"), (dims.intermediate_size, "columns of its MLP")):
         if count % size:
             return f"{count} {name} cannot be divided by {size}"

@@ -1,0 +1,216 @@
+"""A gated delta net over trees by matrix products alone, for runtimes without an operator of ours: no row waits for
+another, so a pass over a tree takes as many nodes as one over a token.
+
+With G the sum of g along a row's path and D_ji = exp(G_j − G_i) where i is j or its ancestor, else 0, the rows' changes
+of the state are U = (I + A)⁻¹ R with A_ji = b_j D_ji k_j·k_i below the diagonal and R_j = b_j (v_j − exp(G_j) Sᵀk_j);
+row j reads exp(G_j) Sᵀq_j + Σ_i D_ji (q_j·k_i) u_i, and a slot whose path ends at row j goes on from
+exp(G_j) S + Σ_i D_ji k_i u_iᵀ, which `advance` computes in a graph of its own. Sums G are no products: TensorRT may
+round what it multiplies to TF32.
+
+I + A is triangular, since parents are before their children. Its inverse X is made of those of its diagonal blocks,
+each time twice as large: X ← X − X·(A within a pair of blocks)·X, ⌈log₂ T⌉ times. A sum of powers of A takes as many
+products, but where rows are alike its terms are far larger than the sum: 10^17 in a chain of 64 equal keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ddtree_trt.build.graph.ops import Delta, Graph
+from ddtree_trt.models.delta import DeltaNet
+
+_NEVER = -1e9  # what is not seen: exp of it is 0
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a graph knows of its call's trees."""
+
+    sources: str  # int64 [N, T, taps]: rows of the last taps − 1 inputs and the call's that a row's convolution takes
+    seen: str  # bool [N, T, T]: whether the column is the row or its ancestor
+    most: int  # T is not more
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass and what a commit needs of it; H is Hv."""
+
+    out: str  # [N, T, Hv · Dv] in the graph's `floats`
+    keys: str  # float32 [N, Hk, T, Dk]
+    changes: str  # float32 [N, Hv, T, Dv]: U
+    sums: str  # float32 [N, Hv, T, 1]: G
+    inputs: str  # float32 [N, T, C]: of the convolution
+
+
+def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, str], out: str) -> Pass:
+    """The gated delta net over rows whose projections are [N, T, sum of `projected_widths`], behind `past`: the states
+    float32 [N, Hv, Dk, Dv] and the convolution's last inputs [N, taps − 1, C]."""
+    d, (state, inputs) = at.net, past
+
+    def op(kind: str, inputs: list[str], name: str, **attrs: Any) -> str:
+        return g.op(kind, inputs, [f"{out}.{name}"], **attrs)
+
+    number, axes = partial(_number, g), partial(_axes, g)
+
+    def silu(x: str, name: str) -> str:
+        return op("Mul", [x, op("Sigmoid", [x], f"{name}.sigmoid")], name)
+
+    def by_head(x: str, heads: int, size: int, name: str) -> str:
+        """x [N, T, heads · size] as [N, heads, T, size]."""
+        return op("Transpose", [g.reshape(x, [0, 0, heads, size], f"{out}.{name}.rows")], name, perm=[0, 2, 1, 3])
+
+    def unit(x: str, name: str) -> str:
+        """Queries or keys of norm 1, once for every value head that they serve."""
+        heads = by_head(x, d.key_heads, d.key_dim, f"{name}.heads")
+        squares = op("ReduceSum", [op("Mul", [heads, heads], f"{name}.squares"), axes(-1)], f"{name}.sum", keepdims=1)
+        norm = op("Sqrt", [op("Add", [squares, number(1e-6)], f"{name}.shifted")], f"{name}.norm")
+        normed = op("Unsqueeze", [op("Div", [heads, norm], f"{name}.unit"), axes(2)], f"{name}.single")
+        share = d.value_heads // d.key_heads
+        times = g.constant(f"times.{share}", np.array([1, 1, share, 1, 1], np.int64))
+        return g.reshape(
+            op("Expand", [normed, times], f"{name}.each"), [0, d.value_heads, -1, d.key_dim], f"{out}.{name}"
+        )
+
+    single = projected if g.floats == "float32" else g.cast(projected, "float32", f"{out}.single")
+    parts = [f"{out}.{name}" for name in ("mixed", "z", "steps", "rates")]
+    mixed, z, steps, rates = g.split(single, d.projected_widths, parts)
+
+    inputs = g.concat([inputs, mixed], f"{out}.inputs", axis=1)
+    rows = op("GatherND", [inputs, op("Unsqueeze", [tree.sources, axes(3)], "sources")], "taps", batch_dims=1)
+    summed = op("ReduceSum", [op("Mul", [rows, at.conv], "weighed"), axes(2)], "conv", keepdims=0)
+    names = [f"{out}.{name}" for name in ("q.flat", "k.flat", "v.flat")]
+    query, key, value = g.split(silu(summed, "activated"), d.widths, names)
+    query = op("Mul", [unit(query, "q.unit"), number(d.key_dim**-0.5)], "q")
+    key, value = unit(key, "k"), by_head(value, d.value_heads, d.value_dim, "v")
+
+    step = by_head(op("Sigmoid", [steps], "step.flat"), d.value_heads, 1, "step")
+    rate = op("Softplus", [op("Add", [rates, at.step_bias], "rates.shifted")], "rates.positive")
+    own = by_head(op("Mul", [rate, at.decay], "g"), d.value_heads, 1, "g.heads")
+    seen, across = op("Unsqueeze", [tree.seen, axes(1)], "seen"), op("Transpose", [own], "g.columns", perm=[0, 1, 3, 2])
+    total = op("ReduceSum", [op("Where", [seen, across, _number(g, 0)], "g.path"), axes(-1)], "G", keepdims=1)
+    decays = op("Exp", [total], "decays")
+    across = op("Sub", [total, op("Transpose", [total], "G.columns", perm=[0, 1, 3, 2])], "G.differences")
+    shares = op("Exp", [op("Where", [seen, across, number(_NEVER)], "G.seen")], "shares")
+
+    columns = op("Transpose", [key], "k.columns", perm=[0, 1, 3, 2])
+    alike = op("Mul", [op("MatMul", [key, columns], "k.k"), shares], "k.shared")
+    changes = op("Mul", [op("MatMul", [key, state], "k.state"), decays], "k.read")
+    changes = op("Mul", [op("Sub", [value, changes], "news"), step], "R")
+    inverse = _inverse(g, op("Mul", [alike, step], "A"), tree, out)
+    changes = op("MatMul", [inverse, changes], "U") if inverse else changes
+    own = op("Mul", [op("MatMul", [query, columns], "q.k"), shares], "q.shared")
+    read = op("Mul", [op("MatMul", [query, state], "q.state"), decays], "q.read")
+    seen_heads = op("Add", [read, op("MatMul", [own, changes], "q.changes")], "heads")
+
+    rows = op("Transpose", [seen_heads], "heads.rows", perm=[0, 2, 1, 3])
+    mean = op("ReduceMean", [op("Mul", [rows, rows], "heads.squares"), axes(-1)], "heads.mean", keepdims=1)
+    root = op("Sqrt", [op("Add", [mean, number(at.eps)], "heads.shifted")], "heads.root")
+    normed = op("Mul", [op("Div", [rows, root], "heads.unit"), at.head_norm], "heads.normed")
+    flat = g.reshape(normed, [0, 0, d.widths[2]], f"{out}.flat")
+    gated = op("Mul", [flat, silu(z, "z.silu")], "gated")
+    g.op("Identity", [gated], [out]) if g.floats == "float32" else g.cast(gated, g.floats, out)
+    return Pass(out, f"{out}.k.unit", changes, total, mixed)
+
+
+def keep(g: Graph, done: Pass, net: DeltaNet, out: str) -> None:
+    """What `advance` needs of a pass as the tensor `out`, [N, T, sum of `kept_widths`]."""
+    parts = []
+    for x, width in zip((done.keys, done.changes, done.sums), kept_widths(net), strict=False):
+        by_row = g.op("Transpose", [x], [f"{x}.by_row"], perm=[0, 2, 1, 3])
+        parts.append(g.reshape(by_row, [0, 0, width], f"{x}.flat"))
+    g.concat([*parts, done.inputs], out, axis=-1)
+
+
+def _inverse(g: Graph, a: str, tree: Tree, out: str) -> str:
+    """(I + A)⁻¹ of what A [N, H, T, T] has below its diagonal; "" where T is 1 at most."""
+    inverse = ""
+    for step in range(1, (tree.most - 1).bit_length() + 1):
+        between = g.op("Where", [_pairs(g, tree, step), a, _number(g, 0)], [f"{out}.between.{step}"])
+        if inverse:
+            left = g.op("MatMul", [inverse, between], [f"{out}.left.{step}"])
+            between = g.op("MatMul", [left, inverse], [f"{out}.change.{step}"])
+        start = inverse or g.cast(_pairs(g, tree, 0), "float32", "blocks.ones")
+        inverse = g.op("Sub", [start, between], [f"{out}.inverse.{step}"])
+    return inverse
+
+
+def _number(g: Graph, value: float) -> str:
+    return g.constant(f"number.{value:g}", np.array(value, np.float32))
+
+
+def _integer(g: Graph, value: int) -> str:
+    return g.constant(f"whole.{value}", np.array(value, np.int32))
+
+
+def _axes(g: Graph, *values: int) -> str:
+    return g.constant("axes." + ".".join(map(str, values)), np.array(values, np.int64))
+
+
+def _pairs(g: Graph, tree: Tree, step: int) -> str:
+    """bool [T, T]: where a row and an earlier column are in different halves of one block of 2^step; at step 0 the
+    diagonal."""
+    row, column = np.ogrid[: tree.most, : tree.most]
+    apart = np.where(column <= row, np.frexp(row ^ column)[1], -1).astype(np.int32)
+    size = g.op("Shape", [tree.seen], ["blocks.size"], start=1, end=3)
+    start, one, axes = (g.constant(f"pair.{v}.{w}", np.array([v, w], np.int64)) for v, w in ((0, 0), (1, 1), (0, 1)))
+    within = g.op("Slice", [g.constant(f"blocks.{tree.most}", apart), start, size, axes, one], ["blocks"])
+    return g.op("Equal", [within, g.constant(f"block.{step}", np.array(step, np.int32))], [f"blocks.pairs.{step}"])
+
+
+def kept_widths(net: DeltaNet) -> tuple[int, int, int, int]:
+    """Widths of what a commit needs of a row, side by side: keys [Hk·Dk], changes [Hv·Dv], sums of g [Hv] and inputs of
+    the convolution [C]."""
+    _, keys, values = net.widths
+    return keys, values, net.value_heads, net.channels
+
+
+def advance(
+    g: Graph, past: tuple[str, str], kept: str, rows: tuple[str, str], net: DeltaNet, results: tuple[str, str]
+) -> None:
+    """Advance one slot along a part of a path, from `past`, its state [1, Hv, Dk, Dv] and last inputs [1, 1, taps − 1,
+    C], into `results`, updates of the same tensors. `kept` [F, sum of `kept_widths`] are the last pass's rows.
+
+    `rows`: int32 [K], the rows taken, rising, and then −1; and int32 [1], the path's row before them, −1 for none.
+    """
+    (state, inputs), (taken, before), out = past, rows, results[0]
+    groups = net.value_heads // net.key_heads
+
+    def op(kind: str, *given: str, name: str, **attrs: Any) -> str:
+        return g.op(kind, given, [f"{out}.{name}"], **attrs)
+
+    def parts(numbers: str, name: str) -> Sequence[str]:
+        found = op("Gather", kept, numbers, name=f"{name}.rows", axis=0)
+        return g.split(found, kept_widths(net), [f"{out}.{name}.{part}" for part in ("k", "u", "g", "x")])
+
+    none, first = _integer(g, 0), g.constant("first", np.zeros(1, np.int64))
+    valid = g.op("Less", [_integer(g, -1), taken], ["taken.valid"])
+    existing = g.op("Max", [taken, none], ["taken.rows"])
+    last = g.op("ReduceMax", [existing, first], ["taken.last"], keepdims=1)
+    behind = g.op("Less", [_integer(g, -1), before], ["before.valid"])
+    keys, changes, sums, new_inputs = parts(existing, "path")
+    _, _, end, _ = parts(last, "last")  # [1, Hv]
+    _, _, start, _ = parts(g.op("Max", [before, none], ["before.row"]), "before")
+    start = op("Where", behind, start, _number(g, 0), name="start")
+    tall = g.op("Unsqueeze", [valid, _axes(g, 1)], ["taken.tall"])
+    between = op("Where", tall, op("Sub", end, sums, name="between"), _number(g, _NEVER), name="shown")
+    shares = g.reshape(op("Exp", between, name="shares"), [-1, net.key_heads, groups, 1], f"{out}.shares.heads")
+    weighed = op("Mul", g.reshape(keys, [-1, net.key_heads, 1, net.key_dim], f"{out}.keys"), shares, name="weighed")
+    columns = op("Transpose", weighed, name="columns", perm=[1, 2, 3, 0])  # [Hk, Hv / Hk, Dk, K]
+    columns = g.reshape(columns, [1, net.value_heads, net.key_dim, -1], f"{out}.columns.heads")
+    by_row = g.reshape(changes, [1, -1, net.value_heads, net.value_dim], f"{out}.changes")
+    added = op("MatMul", columns, op("Transpose", by_row, name="changes.heads", perm=[0, 2, 1, 3]), name="added")
+    decay = op("Exp", op("Sub", end, start, name="since"), name="decay")
+    decayed = op("Mul", state, g.reshape(decay, [1, net.value_heads, 1, 1], f"{out}.decay.heads"), name="decayed")
+    g.op("TensorScatter", [state, op("Add", decayed, added, name="new"), first], [out], axis=2)
+
+    every = g.concat([g.reshape(inputs, [-1, net.channels], f"{out}.earlier"), new_inputs], f"{out}.inputs", axis=0)
+    count = g.op("ReduceSum", [g.cast(valid, "int32", "taken.ones"), first], ["taken.count"], keepdims=1)
+    offsets = g.constant("inputs.offsets", np.arange(net.taps - 1, dtype=np.int32))
+    tail = op("Gather", every, g.op("Add", [count, offsets], ["taken.tail"]), name="tail", axis=0)
+    tail = g.reshape(tail, [1, 1, -1, net.channels], f"{out}.tail.slot")
+    g.op("TensorScatter", [inputs, tail, first], [results[1]], axis=2)

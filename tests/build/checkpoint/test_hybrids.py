@@ -1,0 +1,188 @@
+"""Hybrids: what is read of their configurations and tensors, and what is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import edit_json, make_target, refusal, write_weights
+from safetensors.numpy import load_file
+
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.config import read_config
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.compile import BuildRequest, resolve
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.pair import check_pair
+from ddtree_trt.device.memory import plan_engine
+from ddtree_trt.drafters.registry import checkpoint_shapes
+from ddtree_trt.errors import CheckpointError, UsageError
+from ddtree_trt.models.delta import DeltaNet
+from ddtree_trt.models.families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, Family
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+HYBRIDS = [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE]
+
+
+def published(path: Path, kind: str, name: str) -> Path:
+    config = json.loads((FIXTURES / kind / f"{name}.json").read_text())
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config.get("config", config)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "heads", "layers", "state_mb", "values"),
+    [
+        ("qwen3.8-27b", "zlab-qwen3.8-27b-dflash2", 48, 16, 156.9, 26.9e9),
+        ("qwen3.5-35b-a3b", "zlab-qwen3.6-35b-a3b-dflash", 32, 10, 65.9, 34.7e9),
+    ],
+)
+def test_published_pairs_fit(
+    tmp_path: Path, target: str, drafter: str, heads: int, layers: int, state_mb: float, values: float
+) -> None:
+    """With a drafter that counts one layer more than the target has."""
+    source, draft = published(tmp_path / "t", "targets", target), published(tmp_path / "d", "drafters", drafter)
+    config = read_config(source)
+    dims = config.dims
+    assert dims.delta == DeltaNet(16, heads, 128, 128, 4, tuple(range(3, dims.num_layers, 4)))
+    assert (dims.rotated, dims.rope_theta, len(dims.attention_layers)) == (64, 1e7, layers)
+    assert round(dims.state_bytes / 1e6, 1) == state_mb and config.stop_token_ids == (248044,) and not config.tied
+    assert sum(map(np.prod, checkpoint_shapes(dims, tied=False).values())) == pytest.approx(values, rel=5e-3)
+    request = BuildRequest(target="pair", checkpoint=source, drafter=draft, backend="onnxruntime", max_seq_len=1024)
+    lines: list[str] = []
+    assert resolve(request, lines.append, dry_run=True).pair.target.dims == dims
+    assert any("its vision tower is left out" in line for line in lines)
+    memory = dry_run(request).memory
+    assert memory.kv_bytes_per_slot > 2 * dims.state_bytes
+    for other in ("torch", "tensorrt-rtx"):
+        there = BuildRequest(**{**vars(request), "backend": other})
+        if other == "tensorrt-rtx" and dims.experts:
+            with pytest.raises(UsageError, match="mixtures of experts are not implemented for TensorRT"):
+                resolve(there, lines.append, dry_run=True)
+        else:
+            assert dry_run(there).memory.kv_bytes_per_slot > 2 * dims.state_bytes
+    with pytest.raises(UsageError, match="not implemented in int8; use --precision fp32"):
+        resolve(BuildRequest(**{**vars(request), "precision": "int8"}), lines.append, dry_run=True)
+
+
+def test_a_forecast_counts_snapshots() -> None:
+    dims = read_config_of("qwen3.8-27b")
+    few, many = Limits(4096, 1), Limits(4096, 1, snapshot_every=1024)
+    plans = [plan_engine("onnxruntime", "fp32", dims, dims, limits, 0) for limits in (few, many)]
+    assert plans[1].kv_bytes_per_slot - plans[0].kv_bytes_per_slot == 4 * dims.state_bytes
+
+
+def read_config_of(name: str) -> Any:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as path:
+        return read_config(published(Path(path) / "t", "targets", name)).dims
+
+
+@pytest.mark.parametrize("family", [QWEN3_5, QWEN3_5_MOE], ids=lambda f: f.model_type)
+def test_the_text_part_of_a_vision_language_model(family: Family, tmp_path: Path) -> None:
+    """The same tensors under other names, beside those of the tower and of layers that predict several tokens."""
+    path = make_target(tmp_path, family=family, tied=False)
+    plain = load_checkpoint(path)
+    values = {name: plain.tensor(name) for name in plain.tensors}
+    whole = family.model_type.removesuffix("_text")
+    text = json.loads((path / "config.json").read_text())
+    text.pop("architectures")
+    outer = {
+        "architectures": [family.with_vision],
+        "model_type": whole,
+        "text_config": text,
+        "vision_config": {"depth": 2},
+    }
+    (path / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": False}))
+    stored = load_file(path / "model.safetensors")
+    weights = {name.replace("model.", "model.language_model.", 1): value for name, value in stored.items()}
+    weights |= {"model.visual.blocks.0.w": np.ones(2, np.float32), "mtp.fc.weight": np.ones(2, np.float32)}
+    write_weights(path, weights, dtype="fp32", shards=1)
+    found = load_checkpoint(path)
+    assert found.dims == plain.dims and found.skipped == "its vision tower" and not plain.skipped
+    for name, expected in values.items():
+        np.testing.assert_array_equal(found.tensor(name), expected)
+    edit_json(path / "config.json", tie_word_embeddings=True)
+    assert "tie_word_embeddings is false, but true in the file: which is it?" in refusal(path)
+    edit_json(path / "config.json", tie_word_embeddings=False, architectures=["Qwen3VLForConditionalGeneration"])
+    assert f"of vision-language models {family.with_vision} is" in refusal(path)
+
+
+def test_experts_that_are_stored_apart(tmp_path: Path) -> None:
+    path = make_target(tmp_path, family=QWEN3_5_MOE)
+    stacked = load_checkpoint(path)
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if ".experts." in name]:
+        both = weights.pop(name)
+        prefix, _, kind = name.rpartition(".")
+        for e, values in enumerate(both):
+            parts = (
+                dict(zip(("gate", "up"), np.split(values, 2), strict=True)) if "gate_up" in kind else {"down": values}
+            )
+            weights |= {f"{prefix}.{e}.{part}_proj.weight": np.ascontiguousarray(v) for part, v in parts.items()}
+    write_weights(path, weights, dtype="fp32", shards=1)
+    apart = load_checkpoint(path)
+    assert apart.dims.experts is not None and not apart.dims.experts.stacked
+    assert len(apart.tensors) > len(stacked.tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate is false, which is not implemented; only true is"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid', which is not implemented"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16', which is not implemented"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types has 2 entries for num_hidden_layers 3"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types is 'sliding_attention', which is not implemented"),
+        ({"linear_num_value_heads": 3}, "value_heads 3 is not a multiple of key_heads 2"),
+        ({"linear_key_head_dim": 24}, "linear_key_head_dim is 24, it must be a multiple of 16"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer from 2 to 16, found 1"),
+        ({"partial_rotary_factor": 0.19}, "rotates 3 of 16 elements, no even number"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25, but 0.5 in the file"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "layers are quantised, which"),
+        ({"hc_count": 4}, "hc_count is 4, which is not implemented"),
+    ],
+)  # fmt: skip
+def test_another_arithmetic_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refusal(make_target(tmp_path, family=QWEN3_5, config=changes))
+
+
+def test_a_hybrid_is_no_drafter(tmp_path: Path) -> None:
+    target = load_checkpoint(make_target(tmp_path, family=QWEN3_5))
+    with pytest.raises(CheckpointError, match="has gated delta-net layers, which are not implemented in drafters"):
+        check_pair(target, target)
+
+
+@pytest.mark.parametrize("family", HYBRIDS, ids=lambda f: f.model_type)
+def test_tensors_in_our_form(family: Family, tmp_path: Path) -> None:
+    """Projections of transformers' layers, their rows by kind: what its modules make of a product is what slices of
+    ours are."""
+    path = make_target(tmp_path, family=family)
+    checkpoint, d = load_checkpoint(path), load_checkpoint(path).dims
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    h = torch.randn(1, 5, d.hidden_size, generator=torch.Generator().manual_seed(0))
+    product: Callable[[str], Any] = lambda name: h[0].numpy() @ checkpoint.tensor(name).T  # noqa: E731
+    attention = model.model.layers[2].self_attn
+    expected = attention.q_proj(h).view(1, 5, d.num_heads, 2, d.head_dim).detach().numpy()[0]
+    found = product("model.layers.2.self_attn.q_proj.weight").reshape(5, 2, d.num_heads, d.head_dim)
+    np.testing.assert_allclose(found, expected.swapaxes(1, 2), atol=1e-5)
+    delta, net = model.model.layers[0].linear_attn, d.delta
+    assert net is not None
+    if net.interleaved:
+        names = [f"model.layers.0.linear_attn.in_proj_{n}.weight" for n in ("qkvz", "ba")]
+        both = delta.fix_query_key_value_ordering(delta.in_proj_qkvz(h), delta.in_proj_ba(h))
+        found = np.concatenate([product(name) for name in names], -1)
+        expected = np.concatenate([x.detach().numpy().reshape(5, -1) for x in both], -1)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    norm = checkpoint.tensor("model.norm.weight")
+    x = torch.randn(7, d.hidden_size)
+    scaled = x.numpy() / np.sqrt(np.square(x.numpy()).mean(-1, keepdims=True) + d.rms_norm_eps) * norm
+    np.testing.assert_allclose(scaled, model.model.norm(x).detach().numpy(), atol=1e-5)

@@ -1,0 +1,132 @@
+"""Gated delta nets of the PyTorch engine as functions: against the recurrence node by node in float64, and for drift
+beside transformers' own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from delta_truth import Array, State, Weights, path_to, random_net, random_parents, random_weights, walk
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from ddtree_trt.models.delta import DeltaNet
+from ddtree_trt.runtime.engines.passes import mask_words, write_mask
+from ddtree_trt.runtime.engines.torch.delta import Ancestors, Kept, advanced, delta_net, tree_pass
+
+
+def ancestors_of(trees: list[list[int]]) -> Ancestors:
+    rows = len(trees[0])
+    masks = np.zeros((len(trees), rows, mask_words(rows)), np.uint32)
+    parents = np.array(trees, np.int32)
+    for mask, tree in zip(masks, parents, strict=True):
+        write_mask(mask, tree)
+    return Ancestors.of_trees(torch.from_numpy(masks.view(np.int32)), torch.from_numpy(parents))
+
+
+def kept_for(d: DeltaNet, batch: int, rows: int) -> Kept:
+    keys, values = (
+        torch.empty(batch, rows, *each) for each in ((d.key_heads, d.key_dim), (d.value_heads, d.value_dim))
+    )
+    decays = torch.empty(batch, rows, d.value_heads, dtype=torch.float64)
+    return Kept(keys, values, decays, torch.empty(batch, rows, d.channels))
+
+
+def passed(d: DeltaNet, w: Weights, rows: Array, past: list[State], ancestors: Ancestors) -> tuple[Tensor, Kept]:
+    parts = [torch.from_numpy(np.ascontiguousarray(p)) for p in (w.conv.T, w.decay, w.step_bias, w.head_norm)]
+    kept = kept_for(d, *rows.shape[:2])
+    return delta_net(torch.from_numpy(rows), d, parts, w.eps, ancestors, *tensors(past), kept), kept
+
+
+def tensors(past: list[State]) -> tuple[Tensor, Tensor]:
+    """States [N, Hv, Dk, Dv] and last inputs [N, W − 1, C]."""
+    arrays = np.stack([s.heads for s in past]), np.stack([s.inputs for s in past])
+    state, inputs = (torch.from_numpy(a.astype(np.float32)) for a in arrays)
+    return state, inputs
+
+
+def error(found: Tensor, expected: Array) -> float:
+    """The largest one in units of the largest value."""
+    return float(np.abs(found.numpy() - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("share", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 17, 65, 257])
+def test_trees_behind_states(nodes: int, share: int) -> None:
+    """Two slots, one of which is empty: results, and states behind a path each; then again behind those."""
+    for seed in range(2 if nodes == 257 else 12):
+        rng = np.random.default_rng([nodes, share, seed])
+        d = random_net(rng, share=share)
+        w, past = random_weights(rng, d), [State.empty(d), State.empty(d)]
+        for _ in range(2):
+            trees = [random_parents(rng, nodes), list(range(-1, nodes - 1))]
+            rows = rng.standard_normal((2, nodes, sum(d.projected_widths))).astype(np.float32)
+            found, kept = passed(d, w, rows, past, ancestors_of(trees))
+            before = tensors(past)
+            for n, parents in enumerate(trees):
+                expected, states = walk(d, w, rows[n], parents, past[n])
+                assert error(found[n], expected) < 2e-5
+                leaf = int(rng.integers(nodes))
+                path = kept.select(n, torch.tensor(path_to(parents, leaf)))
+                state, inputs = advanced(before[0][n], before[1][n], path)
+                past[n] = states[leaf]
+                assert error(state, past[n].heads) < 2e-6
+                assert error(inputs, past[n].inputs) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["keys alike", "fast decay, then none"])
+def test_chains_at_the_ends_of_what_there_is(kind: str) -> None:
+    """Of one token over and over powers of the system's matrix would be binomials. Behind fast decays sums of them are
+    large, and their differences count."""
+    rng = np.random.default_rng(3)
+    d = random_net(rng)
+    w, chain, past = random_weights(rng, d), list(range(-1, 255)), [State.empty(d)]
+    rows = rng.standard_normal((1, 256, sum(d.projected_widths))).astype(np.float32)
+    if kind == "keys alike":
+        rows[:] = rows[:, :1]
+        rows[..., -2 * d.value_heads : -d.value_heads] = 9  # steps of almost 1
+        w = Weights(w.conv, np.full_like(w.decay, -1e-6), w.step_bias, w.head_norm)
+    else:
+        w = Weights(w.conv, np.full_like(w.decay, -10), w.step_bias, w.head_norm)
+        rows[:, :128, -d.value_heads :], rows[:, 128:, -d.value_heads :] = 9, -9
+    found, kept = passed(d, w, rows, past, Ancestors.of_chains(1, 256, torch.device("cpu")))
+    expected, states = walk(d, w, rows[0], chain, past[0])
+    state, _ = advanced(*tensors(past), kept)
+    assert error(found[0], expected) < 1e-4 and error(state[0], states[-1].heads) < 1e-5
+
+
+def recurrence(state: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, steps: Tensor) -> Tensor:
+    """The state [1, Hv, Dk, Dv] behind rows [1, m, …], in float64."""
+    share = v.shape[2] // k.shape[2]
+    k = (k.double() * (k.double().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(share, 2)
+    for j in range(k.shape[1]):
+        state = state * log_decays[:, j].double().exp()[..., None, None]
+        change = steps[:, j, :, None].double() * (v[:, j].double() - (state * k[:, j, :, :, None]).sum(-2))
+        state = state + k[:, j, :, :, None] * change[:, :, None]
+    return state
+
+
+def test_two_hundred_rounds_drift_no_further_than_the_reference() -> None:
+    """Commits of paths of trees beside transformers' recurrence over the same rows, both of float32, from one that is
+    of float64."""
+    rng = np.random.default_rng(5)
+    d = random_net(rng, value_dim=32)
+    found = torch.zeros(1, d.value_heads, d.key_dim, d.value_dim)
+    reference, exact = found.clone(), found.double()
+    drift = np.zeros(2)
+    for _ in range(200):
+        q, k = (torch.from_numpy(rng.standard_normal((1, 17, d.key_heads, d.key_dim))).float() for _ in range(2))
+        v = torch.from_numpy(rng.standard_normal((1, 17, d.value_heads, d.value_dim))).float()
+        drawn = (torch.from_numpy(rng.uniform(0, 1, (1, 17, d.value_heads))).float() for _ in range(2))
+        log_decays, steps = next(drawn) * -0.1, next(drawn)
+        parents, kept = random_parents(rng, 17), kept_for(d, 1, 17)
+        tree_pass((q, k, v), log_decays, steps, found, ancestors_of([parents]).seen, kept)
+        path = torch.tensor(path_to(parents, int(rng.integers(17))))
+        found, _ = advanced(found, torch.zeros(1, 3, d.channels), kept.select(slice(None), path))
+        each = [x[:, path] for x in (q, k, v, log_decays, steps)]
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        rows = dict(zip(("query", "key", "value", "g", "beta"), each, strict=True))
+        _, reference = torch_recurrent_gated_delta_rule(**rows, initial_state=reference, **options)
+        exact = recurrence(exact, *each[1:])
+        drift = np.maximum(drift, [error(x, exact.numpy()) for x in (found, reference)])
+    assert drift[0] < 2 * drift[1] + 1e-7, drift
