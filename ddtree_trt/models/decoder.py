@@ -36,7 +36,6 @@ HEAD = "lm_head.weight"
 BODY = "model."  # prefix of a language model's layers and final norm
 FINAL_NORM = "norm.weight"
 ATTENTION, MLP = "attention", "mlp"  # the sublayers of a layer
-_SINGLE = frozenset(("conv", "decay", "step_bias", "head_norm"))  # parts in float32 whatever the precision
 BIAS = ".bias"  # suffix of the bias of a projection
 
 
@@ -211,7 +210,7 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
 
     def part(name: str, shapes: Mapping[str, Shape]) -> Part:
         sources = {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()}
-        return Part(name, sources, dtype="float32" if name in _SINGLE else "")
+        return Part(name, sources, dtype=_dtype(dims, name))
 
     # Of an MLP, or of each expert.
     mlps = [f"mlp.experts.{e}" for e in range(experts.count)] if experts else ["mlp"]
@@ -236,6 +235,12 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
         gate_up=part("gate_up", gate_up),
         down=part("down", down),
     )
+
+
+def _dtype(dims: TransformerDims, part: str) -> Literal["", "float32"]:
+    """That of a part: of a hybrid what moves its states, and norms, which checkpoints have around 0, are float32."""
+    single = part in ("conv", "decay", "step_bias") or part.endswith("norm")
+    return "float32" if dims.delta and single else ""
 
 
 def _attention_shapes(dims: TransformerDims) -> dict[str, Shapes]:
@@ -280,7 +285,7 @@ def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
 
 def final_norm(dims: TransformerDims, body: str = BODY) -> Part:
     """The norm after the last layer."""
-    return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)})
+    return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)}, dtype=_dtype(dims, "norm"))
 
 
 def embedding(dims: TransformerDims) -> Part:

@@ -3,11 +3,14 @@ beside transformers' own."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from delta_truth import Array, State, Weights, path_to, random_net, random_parents, random_weights, walk
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from ddtree_trt.models.delta import DeltaNet
@@ -93,6 +96,33 @@ def test_chains_at_the_ends_of_what_there_is(kind: str) -> None:
     expected, states = walk(d, w, rows[0], chain, past[0])
     state, _ = advanced(*tensors(past), kept)
     assert error(found[0], expected) < 1e-4 and error(state[0], states[-1].heads) < 1e-5
+
+
+class Called(TorchDispatchMode):
+    """The operators that are called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_has_no_loop_over_nodes_and_waits_for_nothing() -> None:
+    """As a captured graph must: the same operators whatever T is, and none whose result the host reads."""
+    rng, found = np.random.default_rng(0), list[list[str]]()
+    d = random_net(rng)
+    w = random_weights(rng, d)
+    for nodes in (17, 257):
+        ancestors = ancestors_of([random_parents(rng, nodes)])
+        rows = rng.standard_normal((1, nodes, sum(d.projected_widths))).astype(np.float32)
+        with Called() as called:
+            passed(d, w, rows, [State.empty(d)], ancestors)
+        found.append(called.names)
+    assert found[0] == found[1] and "aten.linalg_solve_triangular.default" in found[0]
+    assert not [n for n in found[0] if "_local_scalar_dense" in n or "nonzero" in n or "equal" in n]
 
 
 def recurrence(state: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, steps: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ def rotate(x: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((turned, *others), -1) if others[0].shape[-1] else turned
 
 
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis; by a weight of float32 in float32, of x's type."""
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
+
+
 class Pointwise:
     """Over tensors [N, T, …] of one precision."""
 
@@ -42,7 +47,7 @@ class Pointwise:
         """(x + update, its RMS norm), [N, T, H] each; without an update x itself and its norm."""
         if not self.kernels:
             total = x if update is None else x + update
-            return total, F.rms_norm(total, (total.shape[-1],), weight, eps)
+            return total, _norm(total, weight, eps)
         total, normed = x if update is None else torch.empty_like(x), torch.empty_like(x)
         added, into = (None, None) if update is None else (update.flatten(0, 1), total.flatten(0, 1))
         torch.ops.ddtree.add_rms_norm(x.flatten(0, 1), added, weight, eps, into, normed.flatten(0, 1))
@@ -72,9 +77,9 @@ class Pointwise:
             return q, k, v
         q, k, v = parts.split(each, 2)
         if q_norm is not None:
-            q = F.rms_norm(q, q.shape[-1:], q_norm, eps)
+            q = _norm(q, q_norm, eps)
         if k_norm is not None:
-            k = F.rms_norm(k, k.shape[-1:], k_norm, eps)
+            k = _norm(k, k_norm, eps)
         q, k = (rotate(x, tables, positions).to(qkv.dtype).contiguous() for x in (q, k))
         return q, k, v.contiguous()
 
@@ -89,5 +94,5 @@ class Pointwise:
 
 
 def math_for(kernels: bool, dims: TransformerDims) -> Pointwise:
-    """On the kernels if attention uses them too and all widths are multiples of 8."""
-    return Pointwise(kernels=kernels and dims.hidden_size % 8 == dims.intermediate_size % 8 == 0)
+    """On the kernels if attention uses them too, all widths are multiples of 8 and norms are of the precision."""
+    return Pointwise(kernels=kernels and not dims.delta and dims.hidden_size % 8 == dims.intermediate_size % 8 == 0)
