@@ -217,4 +217,12 @@ class _Engine:
         target, kind = self.target, kind_of(self.drafter)
         wide = self.rows * self.size * (4 * target.hidden_size + 3 * target.widest)
         drafted = self.limits.max_batch * (kind.longest_draft if kind.block_size else 0)
-        return max(wide, 2 * drafted * target.vocab_size * FLOAT_BYTES)
+        return max(wide + self.delta_bytes(), 2 * drafted * target.vocab_size * FLOAT_BYTES)
+
+    def delta_bytes(self) -> int:
+        """Of the matrices [N, Hv, T, T] of a hybrid's layer on a GPU: about six of float32 at a time."""
+        net, limits = self.target.delta, self.limits
+        if net is None or self.backend.on_cpu:
+            return 0
+        pairs = max(limits.max_batch * (1 + limits.max_tree_budget) ** 2, limits.prefill_chunk**2)
+        return 6 * FLOAT_BYTES * net.value_heads * pairs

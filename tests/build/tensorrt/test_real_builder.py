@@ -11,11 +11,13 @@ from quantized import CASES, quantize
 from real_builder import ONE_SLOT, Form, Lowered, rtx
 
 from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.backends.tensorrt.plan import mend_attentions
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.families import QWEN3_5
 
 pytestmark = pytest.mark.rtx
@@ -93,6 +95,16 @@ def test_a_hybrid_and_its_commits(form: str, tmp_path: Path) -> None:
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     updates = {layer.get_output(0).name for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE}
     assert {"present_state.0", "present_inputs.0", "present_key.0"} <= updates == set(ends(network)[1])
+
+
+def test_a_hybrid_of_published_heads(tmp_path: Path) -> None:
+    """Of Qwen3.5-9B, in passes of up to 257 rows of 4 slots."""
+    delta, form = DeltaNet(16, 32, 128, 128, 4, (1,)), Form(limits=Limits(max_seq_len=4096, max_batch=4))
+    heads: dict[str, Any] = {"head_dim": 256, "num_heads": 16, "num_kv_heads": 4, "rotary_dim": 64}
+    target = target_of(tmp_path, family=QWEN3_5, delta=delta, **heads)
+    for name in ("target", "compaction"):
+        (tmp_path / name).mkdir()
+        Lowered(tmp_path / name, target, drafter_of(tmp_path), name, form).compile()
 
 
 @pytest.mark.parametrize("form", ["plugin", "native-fp16"])
