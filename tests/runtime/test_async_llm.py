@@ -91,6 +91,31 @@ async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -
     assert essence(parts[0])[0][:5] == essence(await complete(llm, PROMPTS[0], SamplingParams(max_tokens=40)))[0][:5]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_step_calls_the_event_loop_once_at_most(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """However many requests are read; who waits for a whole output is called at its end alone."""
+    loop, step, counts = asyncio.get_running_loop(), llm.core.scheduler.step, {"steps": 0, "calls": 0}
+    call = loop.call_soon_threadsafe
+
+    def counted(name: str, work: Any, *given: Any) -> Any:
+        counts[name] += 1
+        return work(*given)
+
+    monkeypatch.setattr(llm.core.scheduler, "step", lambda: counted("steps", step))
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: counted("calls", call, *given))
+    submissions = [
+        llm.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True, method="ar")) for prompt in PROMPTS
+    ]
+    if streams:
+        assert {place async for place, _ in iterate_parts(submissions)} == set(range(len(PROMPTS)))
+    else:
+        await asyncio.gather(*(submission.result() for submission in submissions))
+    assert 0 < counts["calls"] <= (counts["steps"] if streams else len(PROMPTS))
+    assert counts["steps"] > 40
+
+
 @pytest.mark.parametrize("way", ["close", "task", "garbage", "abort", "submission"])
 async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> None:
     """Whoever leaves during a pass has left before the next one."""

@@ -182,6 +182,9 @@ def test_reasons_of_budgets_are_summed_and_copied() -> None:
     part.add_round(1, 0, Decision(0, 1.0, 0.005, 0.005, drafted=False))
     assert (whole.automatic.rounds, whole.automatic.committed_tokens, whole.automatic.probes) == (5, 6, 2)
     assert alone.automatic.rounds == before == part.automatic.rounds - 1
+    assert alone.acceptance_lengths == [3, 1] and part.acceptance_lengths == [3, 1, 1]
+    assert alone._history is part._history, "a part copies no list that grows with the rounds"
+    assert whole.acceptance_lengths == [3, 1, 2, 1, 1] and whole.budgets == [8, 0, 8, 8, 0]
     assert part.automatic.expected_gain == pytest.approx(Decision(8, 2.5, 0.008, 0.005).expected_gain)
     assert AutomaticRounds.total([]).expected_gain is None
 
