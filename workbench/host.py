@@ -1,23 +1,50 @@
-"""Time the native host work of one round.
+"""Time the host's work of a round: its native functions, and rounds of N slots over an engine of ready arrays.
 
     python -m workbench host
 
-Medians of one call through Python, in microseconds, for L = 15 draft positions and K = B candidates, past = 2048.
+Of a native function the median of one call through Python, in microseconds, for L = 15 draft positions and K = B
+candidates, past = 2048. Of rounds Python calls and microseconds a slot: on the engine's thread, and where a part of a
+stream is taken.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 
+import ddtree_trt
 from ddtree_trt import _native
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.runtime.core import EngineCore
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.text.codec import TextCodec
+from workbench.manifests import bare_manifest
 
 POSITIONS = 15
 PAST = 2048
 BUDGETS = (16, 64, 256, 1024)
 TIME_PER_CASE_S = 0.3
+SLOTS = (1, 4, 16, 64)
+ROUNDS, ACCEPTED, NODES = 64, 4, 16  # of a measurement; draft tokens that a round accepts; in a tree of fixed size
+CASES: dict[str, dict[str, Any]] = {
+    "ar": {"method": "ar"},
+    f"{NODES} nodes": {"tree_budget": NODES},
+    "auto": {},
+}
+TOKENIZER = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer"
 HEADS = ("B", "build_tree", "packed_mask", "walk")
 
 
@@ -68,8 +95,112 @@ def measure_compaction() -> float:
     return median_us(lambda: _native.compact_cache(cache, 0, *shape, PAST, keep))
 
 
+class ReadyEngine:
+    """The `Engine` protocol without networks: every draft and verdict is an array made before."""
+
+    threads, rounds, buckets, mixes, exact = 1, None, None, True, True
+
+    def __init__(self, slots: int, vocab_size: int) -> None:
+        shape = (vocab_size, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, 8192)
+        block = DFlashDims(*shape, block_size=POSITIONS + 1, mask_token_id=0, tap_layers=(0,), num_target_layers=1)
+        self.manifest = bare_manifest("ready", TransformerDims(*shape), block, Limits(8192, max_batch=slots))
+        log_probs, token_ids = draft(NODES)
+        token_ids += 100
+        self._draft = Draft(Marginals(log_probs, token_ids))
+        # By depth: what the drafter thinks most probable there, and from `ACCEPTED` on what it does not think of.
+        self._choices = np.append(token_ids[:ACCEPTED, 0], [99] * (POSITIONS + 1 - ACCEPTED)).astype(np.int64)
+        self._logits = np.zeros((1, vocab_size), np.float32)
+        self._lengths = [0] * slots
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    draftable_length = length
+
+    def restorable(self, slot: int, length: int) -> int:
+        return length
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._lengths[slot] = length
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft] * len(requests)
+
+    def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
+        return [Verdict(self._choices[r.tree.depths], self._logits) for r in requests]
+
+    def commit(self, slot: int, path: np.ndarray, *, taps: bool) -> None:
+        self._lengths[slot] += len(path)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ReadyCosts(Costs):
+    """Costs of a machine on which drafts of this engine pay, whatever its rounds take."""
+
+    def learn(self, *round_: Any) -> None:
+        """Nothing: what rounds take here is the host's work."""
+
+
+def running(slots: int, params: dict[str, Any]) -> tuple[EngineCore, list[Any]]:
+    """A core whose slots are all decoding, and its requests."""
+    codec = TextCodec(TOKENIZER, {})
+    engine: Any = ReadyEngine(slots, len(codec.tokenizer))
+    times = PassTimes(1, 64, 0.002, ((1, 0.006), (17, 0.007), (257, 0.012)))
+    nodes = engine.manifest.limits.max_tree_budget
+    core = EngineCore(engine, codec, AutoBudgets(ReadyCosts(Profile("", times), nodes), nodes, POSITIONS))
+    wanted = SamplingParams(max_tokens=8000, ignore_eos=True, **params)
+    requests = [core.maker.make([5], wanted) for _ in range(slots)]
+    for request in requests:
+        core.add(request)
+    while len(core.scheduler.running) < slots:
+        core.scheduler.step()
+    for _ in range(ROUNDS):  # automatic budgets have learnt what drafts bring, and decide alike from here on
+        core.scheduler.step()
+    return core, requests
+
+
+def python_calls(slots: int, params: dict[str, Any]) -> float:
+    """Calls of Python functions that the host makes for a slot in a round; what the engine does in its own is not
+    counted."""
+    core, _ = running(slots, params)
+    count = 0
+
+    def seen(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_back is not None and frame.f_back.f_code.co_filename != __file__
+
+    sys.setprofile(seen)
+    try:
+        for _ in range(ROUNDS):
+            core.scheduler.step()
+    finally:
+        sys.setprofile(None)
+    return count / slots / ROUNDS
+
+
+def round_us(slots: int, params: dict[str, Any]) -> tuple[float, float]:
+    """Median microseconds a slot of a round, and of taking a part of a stream."""
+    core, requests = running(slots, params)
+    stepped, taken = [], []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter_ns()
+        core.scheduler.step()
+        stepped.append(time.perf_counter_ns() - begin)
+        begin = time.perf_counter_ns()
+        for request in requests:
+            request.take()
+        taken.append(time.perf_counter_ns() - begin)
+    return float(np.median(stepped)) / 1e3 / slots, float(np.median(taken)) / 1e3 / slots
+
+
 def main() -> None:
     print("Median µs per call\n" + "".join(f"{head:>15}" for head in HEADS))
     for budget in BUDGETS:
         print(f"{budget:>15}" + "".join(f"{us:>15,.1f}" for us in measure(budget)))
     print(f"compact_cache, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")
+    print(f"\nRounds, a slot\n{'N':>10}" + "".join(f"{f'{name}: calls':>18}{'µs':>8}{'part µs':>10}" for name in CASES))
+    for slots in SLOTS:
+        cells = [(python_calls(slots, params), *round_us(slots, params)) for params in CASES.values()]
+        print(f"{slots:>10}" + "".join(f"{calls:>18.1f}{us:>8.1f}{part:>10.1f}" for calls, us, part in cells))

@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.methods import METHODS, Method
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine
 from ddtree_trt.runtime.tree import descend
@@ -119,7 +118,7 @@ def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: i
         return None
     try:
         tree = method.propose(draft, length, _most_probable).tree
-    except EngineError:
+    except ValueError:
         return None
     tokens = iter(token_ids[1:])
     return len(descend(tree, lambda node: next(tokens, None))) - 1

@@ -1,9 +1,10 @@
 """AsyncLLM: many concurrent callers, one engine.
 
 One worker thread owns the scheduler, the engine and every sequence; callers run on event loops. Callers put commands
-into a queue that the worker empties between two steps, so a cancelled request's slot is free before the next round. The
-worker delivers snapshots through `call_soon_threadsafe`; nothing is written by both sides. A part that has not been
-read is joined with the next one, so a slow reader costs the memory of one output and delays no other request.
+into a queue that the worker empties between two steps, so a cancelled request's slot is free before the next round.
+After a step the worker calls the readers of what has grown, by one `call_soon_threadsafe` for all on an event loop. A
+reader takes what is new from the sequences itself, text and figures included; nothing is written by both sides. A slow
+reader finds more in one part, costs the memory of one output, and delays no other request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.submission import Submission
+from ddtree_trt.runtime.sequence import Sequence
+from ddtree_trt.runtime.submission import Submission, call
 from ddtree_trt.runtime.text.codec import Prompt, Tools
 
 _log = logging.getLogger(__name__)
@@ -36,15 +38,6 @@ _log = logging.getLogger(__name__)
 
 class QueueFull(DDTreeError):
     """The queue holds `max_waiting` sequences."""
-
-
-@dataclass
-class _Active:
-    """A submitted request that has not ended."""
-
-    request: Request
-    submission: Submission
-    ended: int = 0  # its sequences that no longer count as running or waiting
 
 
 class AsyncLLM:
@@ -81,11 +74,12 @@ class AsyncLLM:
         # The condition guards what follows; the worker waits on it.
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, Submission] = {}
         self._admitted = 0  # sequences submitted and not ended
         self._closing = False
         self._closed = False
         self._failure: EngineError | None = None
+        self._cancelled: list[Sequence] = []  # since the last delivery; of the worker
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
 
@@ -171,13 +165,14 @@ class AsyncLLM:
             chat_template_kwargs=chat_template_kwargs,
             tools=tools,
         )
-        submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
-        active = _Active(request, submission)
+        submission = Submission(request, lambda: self._command(partial(self._cancel, request)))
+        for sequence in request.sequences:
+            sequence.owner = submission
         with self._wake:
             self._check_room(params.n)
             if request.request_id in self._active:
                 raise UsageError(f"request id {request.request_id!r} is already in use; choose another")
-            self._active[request.request_id] = active
+            self._active[request.request_id] = submission
             self._admitted += params.n
             self._commands.append(lambda: self.core.add(request))
             self._wake.notify()
@@ -187,9 +182,9 @@ class AsyncLLM:
         """Cancel a request by its id: it finishes with reason "abort". Does nothing for an unknown or finished one."""
         check_process(self._pid, "AsyncLLM")
         with self._wake:
-            active = self._active.get(request_id)
-        if active is not None:
-            self._command(lambda: self.core.cancel(active.request))
+            submission = self._active.get(request_id)
+        if submission is not None:
+            self._command(partial(self._cancel, submission.request))
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix: requests submitted later compute their whole prompts. Running ones are not
@@ -258,34 +253,57 @@ class AsyncLLM:
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self.core.scheduler.busy or self._closing)
             commands, self._commands = self._commands, deque()
-            closing, active = self._closing, list(self._active.values())
+            closing, active = self._closing, list(self._active.values()) if self._closing else []
         for command in commands:
             command()
         if closing:
-            for a in active:
-                self.core.cancel(a.request)
-        else:
-            self.core.scheduler.step()
-        self._deliver()
+            for submission in active:
+                self._cancel(submission.request)
+        advanced = [] if closing else self.core.scheduler.step()
+        self._deliver(advanced + self._cancelled)
         return not closing
 
-    def _deliver(self) -> None:
-        """Deliver every request's new output. The step has freed the slots of finished ones."""
+    def _cancel(self, request: Request) -> None:
+        """Abort the sequences of a request that have not finished."""
+        self._cancelled += [s for s in request.sequences if s.finish_reason is None]
+        self.core.cancel(request)
+
+    def _deliver(self, sequences: list[Sequence]) -> None:
+        """Count those that have ended, and call the readers of all. The step has freed the slots of finished ones."""
+        self._cancelled = []
+        called: dict[Any, list[Submission]] = {}
+        for s in sequences:
+            submission = s.owner
+            readers = called.setdefault(submission.loop, [])
+            if s.finish_reason is not None:
+                self._count_ended(s)
+            elif not (s.output and submission.streams) or submission.called:
+                continue
+            submission.called = True
+            readers.append(submission)
+        for loop, submissions in called.items():
+            try:
+                if submissions or loop.is_closed():
+                    loop.call_soon_threadsafe(call, submissions)
+            except RuntimeError:  # the callers' event loop has been closed
+                with self._wake:
+                    lost = [each for each in self._active.values() if each.loop is loop]
+                for submission in lost:
+                    self._command(partial(self._cancel, submission.request))
+
+    def _count_ended(self, sequence: Sequence) -> None:
+        """Count a sequence that has ended, and forget its request if all have. Where one failed the others are
+        cancelled."""
+        submission: Submission = sequence.owner
+        request = submission.request
+        if sequence.error is not None:
+            self._command(partial(self._cancel, request))
         with self._wake:
-            everyone = list(self._active.values())
-        for active in everyone:
-            request = active.request
-            error = next((s.error for s in request.sequences if s.error is not None), None)
-            if error is not None:
-                self.core.cancel(request)  # the sequences of the request that have not failed
-            part = request.take()
-            self._count_ended(active)
-            if request.finished:
-                self._report_finished(request)
-            if error is not None:
-                self._hand_over(active, error)
-            elif part is not None:
-                self._hand_over(active, part)
+            self._admitted -= 1
+            if not request.finished or self._active.get(request.request_id) is not submission:
+                return
+            del self._active[request.request_id]
+        self._report_finished(request)
 
     def _report_finished(self, request: Request) -> None:
         if self._on_finished is None:
@@ -294,22 +312,6 @@ class AsyncLLM:
             self._on_finished(request)
         except BaseException:  # SystemExit too: this thread serves all requests
             _log.exception("on_finished failed for request %r", request.request_id)
-
-    def _count_ended(self, active: _Active) -> None:
-        """Count sequences that have ended since the last call, and forget a finished request."""
-        ended = sum(s.finished for s in active.request.sequences)
-        if ended > active.ended:
-            with self._wake:
-                self._admitted -= ended - active.ended
-                active.ended = ended
-                if active.request.finished:
-                    del self._active[active.request.request_id]
-
-    def _hand_over(self, active: _Active, item: RequestOutput | Exception) -> None:
-        try:
-            active.submission.deliver(item)
-        except RuntimeError:  # the caller's event loop has been closed
-            self._command(lambda: self.core.cancel(active.request))
 
     def _fail(self, error: BaseException) -> None:
         failure = EngineError(f"the engine stopped ({type(error).__name__}: {error}); restart the process")
@@ -320,6 +322,7 @@ class AsyncLLM:
             self._active.clear()
             self._commands.clear()
             self._admitted = 0
-        for active in everyone:
-            with suppress(RuntimeError):  # as in _hand_over
-                active.submission.deliver(failure)
+        for submission in everyone:
+            submission.failure = failure
+            with suppress(RuntimeError):  # as in _deliver
+                submission.loop.call_soon_threadsafe(call, [submission])

@@ -41,6 +41,16 @@ class Request:
     def finished(self) -> bool:
         return all(s.finished for s in self.sequences)
 
+    @property
+    def released(self) -> bool:
+        """Whether it has finished, and nobody will change it."""
+        return all(s.released for s in self.sequences)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that ended one of the sequences, if any."""
+        return next((s.error for s in self.sequences if s.error is not None), None)
+
     def raise_error(self, *, but: type[Exception] | tuple[()] = ()) -> None:
         """Raise the error that ended one of the sequences, if any, `but` those of a kind."""
         for s in self.sequences:
@@ -49,14 +59,15 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The output so far, from its beginning."""
-        return self._output([s.output_so_far() for s in self.sequences])
+        return self._output([s.output_so_far() for s in self.sequences], self.released)
 
     def take(self) -> RequestOutput | None:
-        """The output since the last call, or None when nothing can be shown yet."""
+        """The output since the last call, or None when nothing can be shown yet. Any thread may call it, one at a
+        time."""
         parts = [p for s in self.sequences if (p := s.take()) is not None]
-        return self._output(parts) if parts else None
+        return self._output(parts, all(s.shown_end for s in self.sequences)) if parts else None
 
-    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
         metrics = merge(s.metrics for s in self.sequences)
         wanted = self.params.prompt_logprobs is not None
         return RequestOutput(
@@ -64,7 +75,7 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
             outputs=outputs,
-            finished=self.finished,
+            finished=finished,
             metrics=metrics,
             usage=Usage(metrics.prompt_tokens, metrics.output_tokens, metrics.cached_tokens),
             prompt_logprobs=list(self.sequences[0].prompt_logprobs) if wanted else None,

@@ -52,7 +52,7 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        return sum(s.user is None for s in self._slots)
+        return [s.user for s in self._slots].count(None)
 
     @property
     def cache_usage(self) -> float:
@@ -67,6 +67,8 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence in any state; its slot is free at once."""
         sequence.abort()
+        sequence.released = True
+        self.waiting = deque(s for s in self.waiting if not s.finished)
         self._sweep()
 
     def reset_prefix_cache(self) -> None:
@@ -89,15 +91,16 @@ class Scheduler:
         chunks = self._chunks()
         if not self.engine.mixes:
             for chunk in chunks:
-                advanced += self._guard([chunk.sequence], partial(prefill, self.engine, chunk, self.clock))
+                work = partial(prefill, self.engine, chunk, self.clock)
+                advanced += self._guard([], [chunk.sequence], work)
             chunks = []
             self._sweep()  # a sequence is running, or has ended, with its first token
         for on_device in (True, False):
-            running = [s for s in self.running if s.route.on_device is on_device]
+            running = [s for s in self.running if s.on_device is on_device]
             beside = [] if on_device else chunks
             if running or beside:
                 work = partial(decode_round, self.engine, running, self.clock, beside)
-                advanced += self._guard([*running, *(chunk.sequence for chunk in beside)], work)
+                advanced += self._guard(running, [chunk.sequence for chunk in beside], work)
         self._sweep()
         return advanced
 
@@ -116,7 +119,7 @@ class Scheduler:
         for s in sorted(others, key=self._unread):
             if most := room - kept:
                 chunks.append(PromptChunk(s, self.engine, most))
-                room -= len(chunks[-1].token_ids)
+                room -= len(chunks[-1].tree)
         return [PromptChunk(oldest, self.engine, room), *chunks]
 
     def _unread(self, sequence: Sequence) -> int:
@@ -124,8 +127,10 @@ class Scheduler:
         assert sequence.slot is not None, "a prompt is read only while its sequence holds a slot"
         return len(sequence.prompt) - self.engine.length(sequence.slot)
 
-    def _guard(self, sequences: list[Sequence], work: Callable[[], None]) -> list[Sequence]:
-        """Run `work`; an exception ends these sequences, and no others, and empties their slots."""
+    def _guard(self, running: list[Sequence], reading: list[Sequence], work: Callable[[], None]) -> list[Sequence]:
+        """Run `work` for sequences that run and others whose prompts it reads; returns all of them. An exception ends
+        these sequences, and no others, and empties their slots."""
+        sequences = [*running, *reading]
         try:
             work()
         except BaseException as error:
@@ -137,10 +142,13 @@ class Scheduler:
             if not isinstance(error, Exception):
                 self._sweep()
                 raise
-        seconds = self.clock.take()
-        for s in sequences:
-            for stage, spent in seconds.items():
-                s.metrics.stage_s["prefill" if s in self.prefilling else stage] += spent
+        seconds = [(stage, spent) for stage, spent in self.clock.take().items() if spent]
+        for s in running:
+            stages = s.metrics.stage_s
+            for stage, spent in seconds:
+                stages[stage] += spent
+        for s in reading:
+            s.metrics.stage_s["prefill"] += sum([spent for _, spent in seconds])
         return sequences
 
     def _admit(self) -> None:
@@ -183,14 +191,14 @@ class Scheduler:
     def _sweep(self) -> None:
         """Let sequences run that have their first token, take finished ones out of every queue and free their slots,
         which keep their caches."""
-        self.waiting = deque(s for s in self.waiting if not s.finished)
-        self.running = [s for s in (*self.running, *self.prefilling) if s.output and not s.finished]
-        self.prefilling = deque(s for s in self.prefilling if not s.output and not s.finished)
+        both = [s for s in (*self.running, *self.prefilling) if s.finish_reason is None]
+        self.running, self.prefilling = [s for s in both if s.output], deque([s for s in both if not s.output])
         for index, slot in enumerate(self._slots):
-            if slot.user is not None and slot.user.finished:
+            if (user := slot.user) is not None and user.finish_reason is not None:
                 # A stop string may have removed tokens that are in the cache: only listed tokens are reused.
-                tokens = slot.user.prompt + slot.user.output if slot.reusable else []
+                tokens = user.prompt + user.output if slot.reusable else []
                 self._slots[index] = _Slot(tokens[: self.engine.length(index)], last_used=self._steps)
+                user.released = True
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -1,9 +1,13 @@
-"""The state of one completion: its tokens, text, end and figures."""
+"""The state of one completion: its tokens, text, end and figures.
+
+The thread that decodes writes tokens, then the reason of their end, and says at last that it is done. Another thread
+may read meanwhile what is settled, and makes the text of it: decoding makes none but where stop strings are sought.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +23,7 @@ from ddtree_trt.runtime.text.codec import TextStream
 
 @dataclass
 class Sequence:
-    """One completion. The scheduler sets `slot`, the decode loop appends tokens, and readers take the new output."""
+    """One completion. The scheduler sets `slot` and `released`, the decode loop emits tokens, readers take them."""
 
     index: int  # of the request's n completions
     prompt: list[int]
@@ -38,20 +42,26 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    released: bool = False  # whether it has ended, and nobody will change it
     bonus_token: int = -1  # the latest token emitted, not yet in the cache
     on_round: Callable[[Any], None] | None = None  # called with a loop.Round after each round
     echo: str = ""  # put in front of the text
+    owner: Any = None  # of who reads it on another thread
+    shown_end: bool = False  # whether its end has been taken
     method: Method = field(init=False)  # the method named by params.method
+    drafts: bool = field(init=False)  # whether its rounds may use the drafter
+    on_device: bool = field(init=False)  # whether its rounds stay on the device
     max_tokens: int = field(init=False)  # of output: those asked for, or as many as fit
-    _shown_tokens: int = 0
-    _shown_chars: int = 0
-    _shown_end: bool = False
+    _silent: int = 0  # tokens at the end that add no text
+    _shown: tuple[int, int] = (0, 0)  # characters and tokens
     _shown_any: bool = False
 
     def __post_init__(self) -> None:
         self.method = METHODS[self.params.method]
+        self.drafts = self.method.drafts and self.params.tree_budget != 0
+        self._ends = self.eos_ids | set(self.params.stop_token_ids)
         self.metrics.prompt_tokens = len(self.prompt)
-        self.metrics.on_device = self.route.on_device
+        self.metrics.on_device = self.on_device = self.route.on_device
         self.metrics.why_host = self.route.host_reason
         self.max_tokens = min(self.params.wanted_tokens, self.capacity - len(self.prompt))
 
@@ -59,94 +69,92 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def drafts(self) -> bool:
-        """Whether rounds of this sequence may use the drafter."""
-        return self.method.drafts and self.params.tree_budget != 0
-
-    @property
-    def tokens_left(self) -> int:
-        """Most tokens that may still be emitted."""
-        return self.max_tokens - len(self.output)
-
     def append(self, token: int, logits: Row | None) -> bool:
         """Emit one token; returns whether the sequence continues. `logits` [V] is the row the token was chosen from."""
-        now = time.perf_counter()
-        self.metrics.first_token_s = self.metrics.first_token_s or now
-        self.metrics.last_token_s = now
-        self.bonus_token = token
-        self.output.append(token)
-        self.sampler.observe(token)
-        if self.params.logprobs is not None and logits is not None:
-            self.logprobs.append(logprob(logits, token, self.params.logprobs))
-        enough = len(self.output) >= self.params.min_tokens
-        closed = self.sampler.matcher is not None and self.sampler.matcher.ended
-        ends = (enough or closed) and (token in self.eos_ids or token in self.params.stop_token_ids)
-        silent = ends and not self.params.include_stop_str_in_output
-        stop = self.stream.push(token, silent=silent, may_stop=enough)
-        if stop is not None:
-            self._finish("stop", stop)
-            self._drop_tokens()
-        elif ends:
-            self._finish("stop", None if token in self.eos_ids else token)
-        elif closed:
-            self._finish("stop", None)
-        elif len(self.output) >= self.max_tokens:
-            self._finish("length", None)
-        self.metrics.output_tokens = len(self.output)
-        return not self.finished
+        self.extend([token], None if logits is None else (logits,))
+        return self.finish_reason is None
 
-    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
-        if not isinstance(stop_reason, str):
-            self.stream.flush()
-
-    def _drop_tokens(self) -> None:
-        kept = self.stream.tokens_within(len(self.stream.text))
-        del self.output[kept:]
-        del self.logprobs[kept:]
-        del self.stream.starts[kept:]
+    def extend(self, tokens: list[int], rows: Iterable[Row] | None = None) -> int:
+        """Emit tokens until the sequence ends; returns how many were emitted. `rows`: those of logits [V] that they
+        were chosen from, of which none is read where no log-probabilities are wanted."""
+        params, metrics, sampler, output = self.params, self.metrics, self.sampler, self.output
+        before = len(output)
+        size = min(len(tokens), self.max_tokens - before)
+        reason: str | None = "length" if before + size == self.max_tokens else None
+        why: int | str | None = None
+        if sampler.observe(tokens):
+            reason = "stop"
+        if not self._ends.isdisjoint(tokens):
+            # Until min_tokens nothing ends the text, but a constraint that allows only the end.
+            first = 0 if reason == "stop" else params.min_tokens - before - 1
+            at = next((i for i, t in enumerate(tokens[:size]) if i >= first and t in self._ends), None)
+            if at is not None:
+                size, reason, why = at + 1, "stop", None if tokens[at] in self.eos_ids else tokens[at]
+                self._silent = int(not params.include_stop_str_in_output)
+        kept = before + size
+        if params.stop:
+            said = tokens[: size - self._silent]
+            early = max(params.min_tokens - before - 1, 0)
+            self.stream.push(said[:early], may_stop=False)
+            if stop := self.stream.push(said[early:]):
+                size, kept, self._silent, reason, why = stop.tokens - before, stop.kept, 0, "stop", stop.text
+        metrics.last_token_s = time.perf_counter()
+        if not before:
+            metrics.first_token_s = metrics.last_token_s
+        if params.logprobs is not None and rows is not None:
+            pairs = zip(tokens[:size], rows, strict=False)
+            self.logprobs += [logprob(row, token, params.logprobs) for token, row in pairs]
+            del self.logprobs[kept:]
+        self.bonus_token = tokens[size - 1]
+        output += tokens[: max(kept - before, 0)]
+        del output[kept:]
+        metrics.output_tokens = len(output)
+        self.finish_reason, self.stop_reason = reason, why
+        return size
 
     def abort(self, error: Exception | None = None) -> None:
         """End an unfinished sequence: its caller cancelled it, or the engine failed with `error`."""
         if not self.finished:
             self.error = error
-            self._finish("abort" if error is None else "error", None)
+            self.finish_reason = "abort" if error is None else "error"
 
     def take(self) -> CompletionOutput | None:
         """The output since the last call: text that can no longer become a stop string, and its tokens; None when
-        nothing is new. The finish reason is new once."""
-        end, tokens = self._settled()
-        start, first = self._shown_chars, self._shown_tokens
-        if (end, tokens) == (start, first) and self.finished == self._shown_end:
+        nothing is new. The finish reason is new once. Any thread may call it, one at a time."""
+        ended, first = self.released, self._shown
+        settled = self._settled(ended)
+        if settled == first and ended == self.shown_end:
             return None
         echo = "" if self._shown_any else self.echo
-        self._shown_chars, self._shown_tokens = end, tokens
-        self._shown_end = self.finished
-        self._shown_any = True
-        return self._output(echo + self.stream.text[start:end], first, tokens)
+        self._shown, self.shown_end, self._shown_any = settled, ended, True
+        return self._output(echo, first, settled, ended)
 
     def output_so_far(self) -> CompletionOutput:
         """The completion from its beginning, as far as it is settled."""
-        end, tokens = self._settled()
-        return self._output(self.echo + self.stream.text[:end], 0, tokens)
+        return self._output(self.echo, (0, 0), self._settled(self.released), self.released)
 
-    def _settled(self) -> tuple[int, int]:
-        """Counts of characters and tokens that no later stop string can remove."""
-        if self.finished:
-            return len(self.stream.text), len(self.output)
-        end = self.stream.safe_length()
-        return end, self.stream.tokens_within(end)
+    def _settled(self, ended: bool) -> tuple[int, int]:
+        """Counts of characters and tokens that no later stop string can remove. Text is made here, but where stop
+        strings are looked for."""
+        stream, count = self.stream, len(self.output)
+        if not self.params.stop:
+            stream.push(self.output[len(stream.tokens) : count - self._silent])
+        if ended and not isinstance(self.stop_reason, str):
+            stream.flush()
+        if ended or not self.params.stop:
+            return len(stream.text), count
+        characters, tokens = stream.settled()
+        return characters, min(tokens, count)
 
-    def _output(self, text: str, first: int, last: int) -> CompletionOutput:
-        logprobs = None if self.params.logprobs is None else self.logprobs[first:last]
+    def _output(self, echo: str, first: tuple[int, int], last: tuple[int, int], ended: bool) -> CompletionOutput:
+        """The output between two counts of characters and tokens."""
+        logprobs = None if self.params.logprobs is None else self.logprobs[first[1] : last[1]]
         return CompletionOutput(
             index=self.index,
-            text=text,
-            token_ids=self.output[first:last],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            text=echo + self.stream.text[first[0] : last[0]],
+            token_ids=self.output[first[1] : last[1]],
+            finish_reason=self.finish_reason if ended else None,
+            stop_reason=self.stop_reason if ended else None,
             error=None if self.error is None else str(self.error),
             logprobs=logprobs,
             cumulative_logprob=None if logprobs is None else sum(t.logprob for t in logprobs),

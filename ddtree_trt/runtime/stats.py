@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -110,10 +111,14 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in a slot's cache
     output_tokens: int = 0
-    acceptance_lengths: list[int] = field(default_factory=list)  # tokens committed per round, bonus included
-    budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
+    rounds: int = 0
+    committed_tokens: int = 0  # by rounds, bonus tokens included
+    drafted_tokens: int = 0  # draft nodes verified
+    drafting_rounds: int = 0  # rounds that verified some
+    # Copies share the list: it only grows, and its first `rounds` are theirs. Of several sequences `parts` have it.
+    _history: list[tuple[int, int, float]] = field(default_factory=list, repr=False)
+    parts: tuple[RequestMetrics, ...] = field(default=(), repr=False)
     automatic: AutomaticRounds = field(default_factory=AutomaticRounds)
-    round_intervals_s: list[float] = field(default_factory=list)  # between the tokens of successive rounds
     round_end_s: float | None = None  # when the latest round's tokens were emitted
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     on_device: bool = False  # whether rounds stay on the device
@@ -125,34 +130,42 @@ class RequestMetrics:
         chosen."""
         if decision is not None:
             self.automatic.add(decision, tokens)
-        self.acceptance_lengths.append(tokens)
-        self.budgets.append(nodes)
-        if self.first_token_s is not None and self.last_token_s is not None:
-            before = self.first_token_s if self.round_end_s is None else self.round_end_s
-            self.round_intervals_s.append(self.last_token_s - before)
-            self.round_end_s = self.last_token_s
+        end, before = self.last_token_s or 0.0, self.round_end_s or self.first_token_s or 0.0
+        self._history.append((tokens, nodes, end - before))
+        self.round_end_s = end
+        self.rounds += 1
+        self.committed_tokens += tokens
+        self.drafted_tokens += nodes
+        self.drafting_rounds += nodes > 0
 
     @property
-    def rounds(self) -> int:
-        return len(self.acceptance_lengths)
+    def history(self) -> list[tuple[int, int, float]]:
+        """Of each round its committed tokens, nodes verified, and seconds since the tokens of the round before."""
+        return [each for p in self.parts for each in p.history] if self.parts else self._history[: self.rounds]
+
+    @property
+    def acceptance_lengths(self) -> list[int]:
+        """Tokens committed per round, the bonus token included."""
+        return [tokens for tokens, _, _ in self.history]
+
+    @property
+    def budgets(self) -> list[int]:
+        """Draft nodes verified per round."""
+        return [nodes for _, nodes, _ in self.history]
+
+    @property
+    def round_intervals_s(self) -> list[float]:
+        """Seconds between the tokens of successive rounds."""
+        return [seconds for _, _, seconds in self.history]
 
     @property
     def rounds_on_device(self) -> int:
         return self.rounds if self.on_device else 0
 
     @property
-    def drafting_rounds(self) -> int:
-        """Rounds that verified draft nodes."""
-        return sum(nodes > 0 for nodes in self.budgets)
-
-    @property
-    def drafted_tokens(self) -> int:
-        return sum(self.budgets)
-
-    @property
     def accepted_tokens(self) -> int:
         """Draft tokens that became output; each round's last token was not drafted."""
-        return sum(self.acceptance_lengths) - self.rounds
+        return self.committed_tokens - self.rounds
 
     @property
     def acceptance_rate(self) -> float:
@@ -160,7 +173,7 @@ class RequestMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+        return self.committed_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def mean_budget(self) -> float:
@@ -174,18 +187,18 @@ class RequestMetrics:
     @property
     def acceptance_histogram(self) -> dict[int, int]:
         """Rounds by the number of tokens they committed."""
-        return {n: self.acceptance_lengths.count(n) for n in sorted(set(self.acceptance_lengths))}
+        return dict(sorted(Counter(self.acceptance_lengths).items()))
 
     @property
     def accepted_by_position(self) -> list[int]:
         """How many rounds accepted a draft token at depth 1, 2, …, as far as one did."""
-        deepest = max(self.acceptance_lengths, default=1)
-        return [sum(a > d for a in self.acceptance_lengths) for d in range(1, deepest)]
+        lengths = self.acceptance_lengths
+        return [sum(a > d for a in lengths) for d in range(1, max(lengths, default=1))]
 
     def accepted_histogram(self, longest: int) -> list[int]:
         """Rounds that verified draft nodes, by the number of them accepted, the bonus token not counted: item j counts
         the rounds that accepted j. It has 1 + `longest` items, or more where a round accepted more."""
-        accepted = [a - 1 for a, nodes in zip(self.acceptance_lengths, self.budgets, strict=True) if nodes]
+        accepted = [tokens - 1 for tokens, nodes, _ in self.history if nodes]
         counts = [0] * (1 + max(longest, *accepted, 0))
         for count in accepted:
             counts[count] += 1
@@ -211,14 +224,7 @@ class RequestMetrics:
 
     def snapshot(self) -> RequestMetrics:
         """A copy that later rounds do not change."""
-        return replace(
-            self,
-            acceptance_lengths=list(self.acceptance_lengths),
-            budgets=list(self.budgets),
-            automatic=replace(self.automatic),
-            round_intervals_s=list(self.round_intervals_s),
-            stage_s=dict(self.stage_s),
-        )
+        return replace(self, automatic=replace(self.automatic), stage_s=dict(self.stage_s))
 
     def to_dict(self) -> dict[str, object]:
         """The metrics as plain JSON data."""
@@ -232,9 +238,9 @@ class RequestMetrics:
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
     """The metrics of a request from those of its sequences: counts are summed, times span all of them. The result is a
     copy that later rounds do not change."""
-    parts = list(parts)
+    parts = [part.snapshot() for part in parts]
     if len(parts) == 1:
-        return parts[0].snapshot()
+        return parts[0]
     scheduled = [p.scheduled_s for p in parts if p.scheduled_s is not None]
     firsts = [p.first_token_s for p in parts if p.first_token_s is not None]
     lasts = [p.last_token_s for p in parts if p.last_token_s is not None]
@@ -246,10 +252,12 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         prompt_tokens=parts[0].prompt_tokens,
         cached_tokens=parts[0].cached_tokens,
         output_tokens=sum(p.output_tokens for p in parts),
-        acceptance_lengths=[a for p in parts for a in p.acceptance_lengths],
-        budgets=[b for p in parts for b in p.budgets],
+        rounds=sum(p.rounds for p in parts),
+        committed_tokens=sum(p.committed_tokens for p in parts),
+        drafted_tokens=sum(p.drafted_tokens for p in parts),
+        drafting_rounds=sum(p.drafting_rounds for p in parts),
+        parts=tuple(parts),
         automatic=AutomaticRounds.total(p.automatic for p in parts),
-        round_intervals_s=[i for p in parts for i in p.round_intervals_s],
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
         on_device=parts[0].on_device,  # one route for all completions of a request
         why_host=parts[0].why_host,

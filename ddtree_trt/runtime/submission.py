@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.request_maker import Request
 
 
 class Submission:
     """One submitted request, used on the event loop that submitted it.
 
-    Iterating yields each new part of the output once; the parts' texts joined are the whole text. Leaving a `with`
-    block before the end cancels the request, and so does leaving a loop over it, or `result`.
+    Iterating yields each new part of the output once; the parts' texts joined are the whole text. Parts are made when
+    they are taken. Leaving a `with` block before the end cancels the request, and so does leaving a loop over it, or
+    `result`.
     """
 
-    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
+        self.request = request
         self.finished = False  # whether its last part, or the error that ended it, has been taken
+        self.failure: Exception | None = None  # what stopped the engine
+        self.loop = asyncio.get_running_loop()
+        # For the engine's thread: whether each part is waited for, and whether the reader knows that there is one.
+        self.streams = False
+        self.called = False
         self._cancel = cancel
-        self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._part: RequestOutput | None = None
-        self._error: Exception | None = None
 
     async def result(self) -> RequestOutput:
         """The finished output. Raises the error that ended the request."""
-        whole: RequestOutput | None = None
         with self:
-            async for part in self:
-                whole = part if whole is None else whole.joined(part)
-        assert whole is not None, "a request's last part always arrives"
-        return whole
+            while not self._over():
+                await self._arrived.wait()
+                self._arrived.clear()
+            self.finished = True
+            return self.request.output()
 
     def cancel(self) -> None:
         """End the request; its slots are free before the next round. Does nothing for a finished one."""
@@ -50,19 +54,18 @@ class Submission:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
-    def deliver(self, item: RequestOutput | Exception) -> None:
-        """Pass a part, or the error that ended the request, to the event loop; for any thread.
+    def _over(self) -> bool:
+        """Whether the request has ended. Raises the error that ended it."""
+        if (error := self.failure or self.request.error) is not None:
+            self.finished = True
+            raise error
+        return self.request.released
 
-        Raises RuntimeError where that loop has been closed.
-        """
-        self._loop.call_soon_threadsafe(self._put, item)
 
-    def _put(self, item: RequestOutput | Exception) -> None:
-        if isinstance(item, Exception):
-            self._error = item
-        else:
-            self._part = item if self._part is None else self._part.joined(item)
-        self._arrived.set()
+def call(submissions: Iterable[Submission]) -> None:
+    """Tell the readers of requests, on their event loop, that there is something to take."""
+    for submission in submissions:
+        submission._arrived.set()
 
 
 async def iterate_parts(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -73,17 +76,14 @@ async def iterate_parts(submissions: Sequence[Submission]) -> AsyncIterator[tupl
     arrived = asyncio.Event()
     arrived.set()  # parts may have arrived before
     for submission in submissions:
-        submission._arrived = arrived
+        submission._arrived, submission.streams = arrived, True
     while not all(s.finished for s in submissions):
         await arrived.wait()
         arrived.clear()
         for place, submission in enumerate(submissions):
-            if submission.finished:
-                continue
-            if submission._error is not None:
-                submission.finished = True
-                raise submission._error
-            part, submission._part = submission._part, None
-            if part is not None:
-                submission.finished = part.finished
-                yield place, part
+            submission.called = False  # before it is looked at
+            if not submission.finished:
+                submission._over()
+                if (part := submission.request.take()) is not None:
+                    submission.finished = part.finished
+                    yield place, part

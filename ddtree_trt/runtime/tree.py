@@ -36,7 +36,7 @@ class DraftTree:
 
     def cut(self, budget: int) -> DraftTree:
         """The policy's tree of at most `budget` nodes."""
-        if budget >= len(self):
+        if budget >= len(self.token_ids):
             return self
         n = max(budget, 0)
         return DraftTree(self.token_ids[:n], self.depths[:n], self.parents[: n + 1], self.log_weights[:n])
@@ -114,11 +114,14 @@ def token_chain(token_ids: NDArray[np.int64]) -> TokenTree:
 
 
 EMPTY = chain([])
+_ROOT_DEPTHS = np.zeros(1, np.int32)
 
 
 def compile_tree(root_token: int, tree: DraftTree) -> TokenTree:
     """The draft tree below the bonus token as its root."""
-    size = 1 + len(tree)
+    if tree is EMPTY:
+        return TokenTree(np.array([root_token], np.int64), EMPTY.parents, _ROOT_DEPTHS)
+    size = len(tree.parents)
     token_ids, depths = np.empty(size, np.int64), np.empty(size, np.int32)
     token_ids[0], depths[0] = root_token, 0
     token_ids[1:], depths[1:] = tree.token_ids, tree.depths

@@ -52,7 +52,7 @@ def test_distribution_is_the_documented_one(
     params, stops = SamplingParams(**options), (2, 5)
     tested = Sampler(params, VOCAB, prompt, frozenset(stops))
     for token in output:
-        tested.observe(token)
+        tested.observe([token])
     before = logits.copy()
     found = tested.distribution(logits)
     expected = np.array(distribution(logits, params, prompt, output, banned=stops))
@@ -207,7 +207,7 @@ def test_the_engines_choice_is_taken_only_where_it_is_the_answer(options: dict[s
     tested = sampler(**options)
     assert tested.takes_choices is takes
     if not tested.params.stochastic:
-        assert tested.pick(6, LOGITS) == (6 if takes else 0)
+        assert tested.pick(6, LOGITS[None]) == (6 if takes else 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -215,7 +215,7 @@ def test_logits_that_are_not_finite_are_refused(bad: float) -> None:
     broken = np.full(VOCAB, bad, np.float32)
     for tested in (sampler(), sampler(temperature=1), sampler(logit_bias={1: 1})):
         with pytest.raises(EngineError, match="logits are not finite"):
-            tested.pick(0, broken)
+            tested.pick(0, broken[None])
     with pytest.raises(EngineError, match="drafter's log-probabilities are not finite"):
         sampler(temperature=1).draft(broken[:2], np.array([1, 2], np.int32), 0)
 

@@ -57,7 +57,7 @@ MIXED: list[tuple[list[int], SamplingParams]] = [
 
 
 def said(c: Completion) -> tuple[Any, ...]:
-    return c.output, c.stream.text, c.finish_reason, c.stop_reason, c.logprobs, c.prompt_logprobs
+    return c.output, c.output_so_far().text, c.finish_reason, c.stop_reason, c.logprobs, c.prompt_logprobs
 
 
 def alone(index: int) -> tuple[Any, ...]:

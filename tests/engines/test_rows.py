@@ -63,25 +63,27 @@ def test_a_prefill_returns_the_rows_it_is_asked_for(engine: Engine, rows: LogitR
     if count:
         np.testing.assert_array_equal(verdict.logits[-1], logits[-1])
         np.testing.assert_array_equal(verdict.logits[0], logits[0])
+        assert [verdict.logits[-1, t] for t in (0, 7, vocab - 1)] == logits[-1, [0, 7, vocab - 1]].tolist()
     with pytest.raises(IndexError):
         verdict.logits[count]
 
 
 def test_lazy_rows_fetch_what_is_read() -> None:
-    fetched: list[tuple[int, int]] = []
+    fetched: list[tuple[int, int, slice]] = []
     whole = np.arange(12, dtype=np.float32).reshape(4, 3)
 
-    def fetch(start: int, stop: int) -> Any:
-        fetched.append((start, stop))
-        return whole[start:stop].copy()
+    def fetch(start: int, stop: int, columns: slice) -> Any:
+        fetched.append((start, stop, columns))
+        return whole[start:stop, columns].copy()
 
     rows = LazyRows(4, 3, fetch)
     assert len(rows) == 4 and not fetched
     np.testing.assert_array_equal(rows[2], whole[2])
     np.testing.assert_array_equal(rows[-1], whole[3])
-    assert fetched == [(2, 3), (3, 4)]
+    assert fetched == [(2, 3, slice(None)), (3, 4, slice(None))]
+    assert rows[-1, 2] == whole[3, 2] and fetched.pop() == (3, 4, slice(2, 3))
     np.testing.assert_array_equal(np.asarray(rows), whole)
-    assert fetched[2:] == [(0, 4)]
+    assert fetched[2:] == [(0, 4, slice(None))]
     assert np.array(rows, np.float64).dtype == np.float64
     iterable: Any = rows  # by its length and its rows, as any sequence of old
     assert [r.tolist() for r in iterable] == whole.tolist()

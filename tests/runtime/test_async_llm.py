@@ -86,7 +86,6 @@ async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: As
 async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -> None:
     with llm.submit(PROMPTS[0], SamplingParams(max_tokens=40)) as submission:
         await llm.drain()
-        await until(lambda: submission._part is not None and submission._part.finished)
         parts = [part async for part in submission]
     assert len(parts) == 1
     assert essence(parts[0])[0][:5] == essence(await complete(llm, PROMPTS[0], SamplingParams(max_tokens=40)))[0][:5]

@@ -21,7 +21,7 @@ from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.text import codec as text
-from ddtree_trt.runtime.text.codec import INCOMPLETE, TextCodec, TextStream, as_prompts
+from ddtree_trt.runtime.text.codec import INCOMPLETE, Stop, TextCodec, TextStream, as_prompts
 
 CODEC = TextCodec(Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer", {})
 VOCAB = len(CODEC.tokenizer)
@@ -175,10 +175,37 @@ def test_stops_and_limits_hold_at_any_block_boundary(
 def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[int]) -> None:
     stream = TextStream(CODEC)
     for i, token in enumerate(script, 1):
-        stream.push(token)
+        stream.push([token])
         assert stream.text == settled(script[:i])
     stream.flush()
     assert stream.text == CODEC.decode(script)
+
+
+@given(
+    script=SCRIPTS,
+    stops=STOPS,
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    keep_stop=st.booleans(),
+    skip=st.booleans(),
+)
+@settings(max_examples=400)
+def test_parts_of_any_size_are_cut_as_single_tokens_are(
+    script: list[int], stops: list[str], sizes: list[int], keep_stop: bool, skip: bool
+) -> None:
+    def read(sizes: list[int]) -> tuple[str, Stop | None]:
+        stream = TextStream(CODEC, stops, keep_stop=keep_stop, skip_special_tokens=skip)
+        given, stop, promised, text = 0, None, (0, 0), ""
+        for size in cycle(sizes):
+            stop = stream.push(script[given : given + size])
+            given += size
+            assert stream.text[: promised[0]] == text[: promised[0]], "what was settled stays"
+            if stop or given >= len(script):
+                break
+            promised, text = stream.settled(), stream.text
+        assert promised[1] <= (stop.kept if stop else len(script))
+        return stream.text, stop
+
+    assert read(sizes) == read([1])
 
 
 @given(text=TEXTS)
@@ -190,8 +217,8 @@ def test_text_is_held_back_only_while_a_stop_string_may_follow() -> None:
     stream = TextStream(CODEC, ["END"])
     shown = []
     for token in CODEC.encode("E")[:1] + CODEC.encode("EN") + CODEC.encode("."):
-        stream.push(token)
-        shown.append(stream.safe_length())
+        stream.push([token])
+        shown.append(stream.settled()[0])
     assert stream.text == "EEN."
     assert shown[-1] == 4
     assert shown[0] == 0

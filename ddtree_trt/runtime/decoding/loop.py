@@ -9,13 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, Decision, RoundPlan, SlotInput
 from ddtree_trt.runtime.decoding.methods import Proposal
-from ddtree_trt.runtime.decoding.sampling import Row, logprob
+from ddtree_trt.runtime.decoding.sampling import logprob
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
@@ -29,10 +33,12 @@ from ddtree_trt.runtime.engines.base import (
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
 from ddtree_trt.runtime.structured.matcher import allowed_part, with_spare
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, token_chain, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, TokenTree, compile_tree, descend, token_chain, walk
 
 Path = NDArray[np.int32]
 NOTHING = Proposal(EMPTY)
+_ROOT = np.zeros(1, np.int32)
+_SLOT = attrgetter("slot")
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,16 @@ Watcher = Callable[[Round], None]
 class _Part:
     """One sequence's part in a pass."""
 
+    tree: TokenTree
+    rows: LogitRows = "all"  # those of its logits that are needed
+    path: Path | None = None  # its nodes to be kept; None before the walk, and if that failed
+
     def __init__(self, sequence: Sequence, engine: Engine) -> None:
         assert sequence.slot is not None, "a sequence is decoded only while it holds a slot"
         self.sequence = sequence
         self.slot = sequence.slot
         self.past = engine.length(self.slot)
-
-    def __enter__(self) -> None:
-        """Begin a block whose exceptions end this sequence only; the others continue."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self.sequence.abort(error)
-        return isinstance(error, Exception)
+        self.root_token = sequence.bonus_token
 
 
 class PromptChunk(_Part):
@@ -74,49 +77,30 @@ class PromptChunk(_Part):
         """`most`: most tokens [T] of it."""
         super().__init__(sequence, engine)
         prompt, end = sequence.prompt, min(self.past + most, len(sequence.prompt))
-        self.token_ids = np.array(prompt[self.past : end], np.int64)
+        self.tree = token_chain(np.array(prompt[self.past : end], np.int64))
+        self.path = self.tree.depths  # all of them
         self._following = prompt[self.past + 1 : end + 1]
         self._last = end == len(prompt)
-
-    @property
-    def rows(self) -> LogitRows:
-        """Those of its logits that are needed."""
-        return "all" if self.sequence.params.prompt_logprobs is not None else "last" if self._last else "none"
-
-    def verify_request(self) -> VerifyRequest:
-        return VerifyRequest(self.slot, token_chain(self.token_ids), rows=self.rows)
+        if sequence.params.prompt_logprobs is None:
+            self.rows = "last" if self._last else "none"
 
     def walk(self, verdict: Verdict) -> None:
         """Keep the log-probabilities that are asked for, and emit the first token behind the whole prompt."""
         s, wanted = self.sequence, self.sequence.params.prompt_logprobs
-        with self:
-            if wanted is not None:
-                for row, token in zip(np.asarray(verdict.logits), self._following, strict=False):
-                    s.prompt_logprobs.append(logprob(row, token, wanted))
-            if self._last:
-                logits = verdict.logits[-1]
-                s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)
-
-    def commit(self, engine: Engine) -> None:
-        engine.commit(self.slot, np.arange(len(self.token_ids), dtype=np.int32), taps=self.sequence.drafts)
+        if wanted is not None:
+            for row, token in zip(np.asarray(verdict.logits), self._following, strict=False):
+                s.prompt_logprobs.append(logprob(row, token, wanted))
+        if self._last:
+            token = s.sampler.pick(int(verdict.choices[-1]), verdict.logits)
+            s.append(token, None if s.params.logprobs is None else verdict.logits[-1])
 
 
 class _SlotRound(_Part):
     """One sequence's share of a round."""
 
-    def __init__(self, sequence: Sequence, engine: Engine) -> None:
-        super().__init__(sequence, engine)
-        self.root_token = sequence.bonus_token
-        self.ceiling = 0  # most nodes to draft
-        self.decision: Decision | None = None  # why the tree has its size; None for a fixed budget
-        self.proposal = NOTHING
-        self.path: Path | None = None  # None before the walk, and if it failed
-
-    @property
-    def planned(self) -> SlotInput:
-        """What the round's budgets are planned by."""
-        s = self.sequence
-        return SlotInput(s.budget, self.past, s.tokens_left, s.drafts, s.metrics.cached_tokens)
+    ceiling = 0  # most nodes to draft, then to verify
+    decision: Decision | None = None  # why the tree has its size; None for a fixed budget
+    proposal = NOTHING
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence
@@ -130,22 +114,22 @@ class _SlotRound(_Part):
 
     def propose(self, draft: Draft) -> None:
         s = self.sequence
-        with self:
-            constrained = s.sampler.matcher is not None and not s.method.draws
-            nodes = with_spare(self.ceiling) if constrained else self.ceiling
-            self.proposal = s.method.propose(draft, nodes, s.sampler.draft)
-            if constrained:
-                self.proposal = Proposal(self._allowed(self.proposal.tree).cut(self.ceiling))
+        constrained = s.sampler.constrained and not s.method.draws
+        nodes = with_spare(self.ceiling) if constrained else self.ceiling
+        try:
+            proposal = s.method.propose(draft, nodes, s.sampler.draft)
+        except ValueError as error:
+            raise EngineError(f"the drafter's output cannot be used: {error}") from error
+        self.proposal = Proposal(self._allowed(proposal.tree).cut(self.ceiling)) if constrained else proposal
 
-    def cut(self, tree: DraftTree, nodes: int) -> None:
+    def cut(self) -> None:
         """Keep the first nodes of the proposed tree."""
-        s = self.sequence
-        with self:
-            tree = tree.cut(nodes)
-            # How long a drawn chain is must not depend on what was drawn: it is cut by the constraint last.
-            if s.sampler.matcher is not None and s.method.draws:
-                tree = self._allowed(tree)
-            self.proposal = Proposal(tree, self.proposal.drawn[:nodes])
+        s, tree = self.sequence, self.proposal.tree.cut(self.ceiling)
+        # How long a drawn chain is must not depend on what was drawn: it is cut by the constraint last.
+        if s.method.draws and s.sampler.constrained:
+            tree = self._allowed(tree)
+        if tree is not self.proposal.tree:
+            self.proposal = Proposal(tree, self.proposal.drawn[: self.ceiling])
 
     def _allowed(self, tree: DraftTree) -> DraftTree:
         """The part of a tree that the constraint of the output allows."""
@@ -153,46 +137,65 @@ class _SlotRound(_Part):
         assert matcher is not None, "only constrained sequences ask"
         return allowed_part(tree, matcher)
 
-    def verify_request(self) -> VerifyRequest:
-        return VerifyRequest(self.slot, compile_tree(self.root_token, self.proposal.tree))
-
     def take(self, result: RoundResult, engine: Engine) -> None:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
-        with self:
-            emitted = emit(self.sequence, ((token, None) for token in result.tokens))
-            self.sequence.metrics.add_round(emitted, result.nodes, self.decision)
-            if emitted < len(result.tokens):
-                engine.truncate(self.slot, self.past + emitted)
+        emitted = self.sequence.extend(result.tokens)
+        self.sequence.metrics.add_round(emitted, result.nodes, self.decision)
+        if emitted < len(result.tokens):
+            engine.truncate(self.slot, self.past + emitted)
 
     def walk(self, verdict: Verdict) -> None:
-        if not self.sequence.finished:
-            with self:
-                self.path = accept(self.sequence, self.proposal, verdict)
-                self.sequence.metrics.add_round(len(self.path), len(self.proposal.tree), self.decision)
+        """Walk the verified tree and emit the target's tokens: `path` is the accepted one [m], root first.
 
-    def commit(self, engine: Engine) -> None:
-        s, path = self.sequence, self.path
-        if path is None:
+        Each node on it yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is met
+        inside the path, the path ends there.
+        """
+        s, sampler, tree, drawn = self.sequence, self.sequence.sampler, self.proposal.tree, self.proposal.drawn
+
+        def choose(node: int) -> int | None:
+            row = verdict.logits[node]
+            # A chain was drawn: node d's only child is the token drawn at depth d + 1.
+            token = sampler.choose_against(row, drawn[node]) if node < len(drawn) else sampler.choose(row)
+            return token if s.append(token, row) else None
+
+        if s.finish_reason is not None:
             return
-        engine.commit(self.slot, path, taps=s.drafts)
-        with self:
-            if isinstance(s.budget, AutoBudget) and self.decision is not None:
-                s.budget.observe(self.decision, self.proposal.tree, path, ends=s.finished)
+        if sampler.takes_choices:
+            path = _ROOT if tree is EMPTY else walk(tree, verdict.choices)
+            rows = None if s.params.logprobs is None else (verdict.logits[node] for node in path.tolist())
+            self.path = path[: s.extend(verdict.choices[path].tolist(), rows)]
+        else:
+            self.path = descend(tree, choose)
+        s.metrics.add_round(len(self.path), len(tree.token_ids), self.decision)
+
+    def learn(self) -> None:
+        """Tell an automatic budget what its decision came to."""
+        s, path = self.sequence, self.path
+        if isinstance(s.budget, AutoBudget) and self.decision is not None and path is not None:
+            s.budget.observe(self.decision, self.proposal.tree, path, ends=s.finish_reason is not None)
 
     def show(self) -> None:
         """Call the watcher, if the sequence has one, with the round that is committed."""
         s, path = self.sequence, self.path
-        if s.on_round is None or path is None:
-            return
-        with self:
+        if s.on_round is not None and path is not None:
             s.on_round(Round(self.root_token, self.proposal.tree, path, s.bonus_token, self.decision))
+
+
+def each(parts: Iterable[_Part], work: str, *columns: Iterable[Any]) -> None:
+    """Have every part do its `work` with what the columns have for it. An exception ends that part's sequence only."""
+    for part, *given in zip(parts, *columns, strict=True):
+        try:
+            getattr(part, work)(*given)
+        except Exception as error:
+            part.sequence.abort(error)
 
 
 def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
     """Advance a prompt by a chunk, in a pass of its own."""
     with clock("prefill"):
         taps = chunk.sequence.drafts
-        chunk.walk(engine.prefill(chunk.slot, chunk.token_ids, rows=chunk.rows, taps=taps))
+        verdict = engine.prefill(chunk.slot, chunk.tree.token_ids, rows=chunk.rows, taps=taps)
+        each([chunk], "walk", [verdict])
 
 
 def decode_round(
@@ -201,7 +204,7 @@ def decode_round(
     """Advance sequences by one round, in the same passes. All of them run on the device, or all by stages; each holds a
     slot and has a bonus token that is not yet in the cache. `chunks`: prompts of other slots, advanced in the same pass
     of an engine that mixes them with trees."""
-    if sequences and sequences[0].route.on_device:
+    if sequences and sequences[0].on_device:
         _round_on_device(engine, sequences, clock)
     else:
         _round_by_stages(engine, sequences, clock, list(chunks))
@@ -209,10 +212,16 @@ def decode_round(
 
 def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
     """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
-    slot_rounds = sorted((_SlotRound(s, engine) for s in sequences), key=lambda slot_round: slot_round.slot)
-    budgets = RoundPlan([each.planned for each in slot_rounds])
-    for each, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
-        each.ceiling = ceiling
+    slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
+    states = [(part.past, part.sequence) for part in slot_rounds]
+    budgets = RoundPlan(
+        [
+            SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts, s.metrics.cached_tokens)
+            for past, s in states
+        ]
+    )
+    for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
+        part.ceiling = ceiling
     return slot_rounds, budgets
 
 
@@ -220,76 +229,42 @@ def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageCloc
     assert engine.rounds is not None, "routing sends sequences here only where the engine has device rounds"
     with clock(DEVICE_ROUND):
         slot_rounds, _ = _by_slot(engine, sequences)
-        results = engine.rounds.round([each.round_request() for each in slot_rounds])
-        for each, result in zip(slot_rounds, results, strict=True):
-            each.take(result, engine)
+        results = engine.rounds.round([part.round_request() for part in slot_rounds])
+        each(slot_rounds, "take", results, repeat(engine, len(results)))
 
 
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: list[PromptChunk]) -> None:
     start = time.perf_counter()
     with clock("draft"):
         slot_rounds, budgets = _by_slot(engine, sequences)
-        drafting = [each for each in slot_rounds if each.ceiling > 0]
-        drafts = engine.draft([each.draft_request() for each in drafting])
+        drafting = [part for part in slot_rounds if part.ceiling > 0]
+        drafts = engine.draft([part.draft_request() for part in drafting])
     drafted = time.perf_counter()
 
     with clock("tree_build"):
-        for each, draft in zip(drafting, drafts, strict=True):
-            each.propose(draft)
-        trees = [each.proposal.tree if each.ceiling and not each.sequence.finished else None for each in slot_rounds]
-        for each, tree, nodes in zip(slot_rounds, trees, budgets.choose(trees), strict=True):
-            if tree is not None:
-                each.cut(tree, nodes)
-        for each, decision in zip(slot_rounds, budgets.decisions, strict=True):
-            each.decision = decision
+        each(drafting, "propose", drafts)
+        trees = [None if part.proposal is NOTHING else part.proposal.tree for part in slot_rounds]
+        for part, nodes, decision in zip(slot_rounds, budgets.choose(trees), budgets.decisions, strict=True):
+            part.ceiling, part.decision = nodes, decision
+        each(drafting, "cut")
 
     with clock("tree_compile"):
-        parts: list[_SlotRound | PromptChunk] = sorted([*slot_rounds, *chunks], key=lambda part: part.slot)
-        requests = [part.verify_request() for part in parts]
+        for part in slot_rounds:
+            part.tree = compile_tree(part.root_token, part.proposal.tree)
+        parts: list[_SlotRound | PromptChunk] = sorted([*slot_rounds, *chunks], key=_SLOT)
+        requests = [VerifyRequest(p.slot, p.tree, rows=p.rows) for p in parts]
 
     with clock("verify"):
-        for part, verdict in zip(parts, engine.verify(requests), strict=True):
-            part.walk(verdict)
+        each(parts, "walk", engine.verify(requests))
 
     with clock("commit"):
-        for part in parts:
-            part.commit(engine)
+        for p in parts:
+            if p.path is not None:
+                engine.commit(p.slot, p.path, taps=p.sequence.drafts)
+        each([part for part in slot_rounds if part.decision is not None], "learn")
     if not chunks:  # whose rows take time, too
-        widest = max(len(each.proposal.tree) for each in slot_rounds)
+        widest = max([len(part.proposal.tree.token_ids) for part in slot_rounds])
         budgets.took(drafted - start, time.perf_counter() - drafted, widest)
 
-    for each in slot_rounds:  # what watchers do is no part of a stage
-        each.show()
-
-
-def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
-    """Walk the verified tree and emit the target's tokens; the accepted path [m], root first.
-
-    Each node on the path yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is
-    met inside the path, the path ends there.
-    """
-    sampler, drawn = sequence.sampler, proposal.drawn
-    if sampler.takes_choices:
-        path = walk(proposal.tree, verdict.choices)
-        wanted = sequence.params.logprobs is not None  # reading a row may copy it from a device
-        rows = zip(path.tolist(), verdict.choices[path].tolist(), strict=True)
-        return path[: emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in rows))]
-
-    def choose(node: int) -> int | None:
-        row = verdict.logits[node]
-        # A chain was drawn: node d's only child is the token drawn at depth d + 1.
-        token = sampler.choose_against(row, drawn[node]) if node < len(drawn) else sampler.choose(row)
-        return token if sequence.append(token, row) else None
-
-    return descend(proposal.tree, choose)
-
-
-def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:
-    """Append tokens, each with its logits if they are wanted, until the sequence ends. Returns how many were
-    appended."""
-    emitted = 0
-    for token, logits in tokens:
-        emitted += 1
-        if not sequence.append(token, logits):
-            break
-    return emitted
+    # What watchers do is no part of a stage.
+    each([part for part in slot_rounds if part.sequence.on_round is not None], "show")

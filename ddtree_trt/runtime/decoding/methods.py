@@ -7,13 +7,12 @@ differs between them is a field here. The command line reads the names: loading 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
 from ddtree_trt.drafters.registry import KINDS
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import UsageError
 
 if TYPE_CHECKING:
     from ddtree_trt.runtime.candidates import Candidates
@@ -34,7 +33,7 @@ class Proposal:
 
 
 # Proposals: functions of the drafter's output, the most nodes, and the request's function that draws a token. They
-# import what makes trees when they are called.
+# import what makes trees when they are called, and raise ValueError for an output that cannot be used.
 
 
 def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
@@ -48,8 +47,7 @@ def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Pr
     candidates compete, and none is more probable than the one it extends."""
     from ddtree_trt.runtime.tree import best_tree
 
-    with _usable_output():
-        return Proposal(best_tree(draft.candidates, budget, width=width))
+    return Proposal(best_tree(draft.candidates, budget, width=width))
 
 
 def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
@@ -62,18 +60,8 @@ def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
 
     drawn = draft.drawn
     if drawn is None:
-        with _usable_output():
-            drawn = tuple(_draws(draft.candidates, budget, draw))
+        drawn = tuple(_draws(draft.candidates, budget, draw))
     return Proposal(chain([d.token for d in drawn]), drawn)
-
-
-@contextmanager
-def _usable_output() -> Iterator[None]:
-    """Raises EngineError where the drafter's output cannot be used."""
-    try:
-        yield
-    except ValueError as error:
-        raise EngineError(f"the drafter's output cannot be used: {error}") from error
 
 
 def _draws(candidates: Candidates, budget: int, draw: Draw) -> Iterator[DrawnFrom]:

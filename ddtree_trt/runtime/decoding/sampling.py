@@ -10,6 +10,7 @@ is a draw from the target.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.noise import Noise
-from ddtree_trt.runtime.engines.base import DrawnFrom
+from ddtree_trt.runtime.engines.base import DrawnFrom, Rows
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.matcher import Mask, Matcher, Preparing
 
@@ -45,6 +46,7 @@ class Sampler:
         """`matcher`: holds the output to `params.structured`; None where there is no constraint."""
         self.params = params
         self._matcher = matcher
+        self.constrained = matcher is not None
         self.noise = Noise(params.seed, index)
         self._position = len(prompt)  # of the next token in the whole sequence
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
@@ -56,6 +58,7 @@ class Sampler:
         if self._penalties:
             self._counts = np.zeros(vocab_size, np.int32)  # of output tokens
             self._seen = dict.fromkeys(prompt)  # tokens of prompt and output, each once
+        self._choose_how()
 
     @property
     def matcher(self) -> Matcher | None:
@@ -68,32 +71,37 @@ class Sampler:
         """Begin to make the matcher, if that is still to be done; returns whether it has been."""
         return not isinstance(self._matcher, Preparing) or self._matcher.started.done()
 
-    @property
-    def takes_choices(self) -> bool:
-        """Whether the next token is the argmax of the target's logits, so that no row of them is needed."""
+    def _choose_how(self) -> None:
         processed = self._penalties or len(self._bias) or self._left > 0
-        return not (self.params.stochastic or processed or self.matcher)
+        # Whether the next token is the argmax of the target's logits, so that no row of them is needed.
+        self.takes_choices = not (self.params.stochastic or processed or self._matcher)
 
     @property
     def _filters(self) -> bool:
         """Whether tokens are excluded by their probabilities, which must then be computed."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
-    def observe(self, token: int) -> None:
-        """Count an emitted token."""
-        self._position += 1
-        self._left -= 1
-        if self.matcher is not None:
-            self.matcher.advance(token)
+    def observe(self, tokens: Sequence[int]) -> bool:
+        """Count emitted tokens; returns whether the constraint of the output, if there is one, allows no more."""
+        self._position += len(tokens)
+        if self._left > 0:
+            self._left -= len(tokens)
+            self._choose_how()
         if self._penalties:
-            self._counts[token] += 1
-            self._seen[token] = None
+            for token in tokens:
+                self._counts[token] += 1
+                self._seen[token] = None
+        if self._matcher is None or (matcher := self.matcher) is None:
+            return False
+        for token in tokens:
+            matcher.advance(token)
+        return matcher.ended
 
-    def pick(self, choice: int, logits: Row) -> int:
-        """The next token at a row of logits [V] with the argmax `choice`."""
+    def pick(self, choice: int, logits: Rows) -> int:
+        """The next token at the last row of logits, whose argmax is `choice`."""
         if not self.takes_choices:
-            return self.choose(logits)
-        if not np.isfinite(logits[choice]):
+            return self.choose(logits[-1])
+        if not math.isfinite(logits[-1, choice]):
             raise EngineError(_NOT_FINITE)
         return choice
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,8 +74,14 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """R."""
 
-    def __getitem__(self, row: int, /) -> NDArray[np.float32]:
-        """One row [V]; −1 is the last. Raises IndexError beyond the R rows."""
+    @overload
+    def __getitem__(self, row: int, /) -> NDArray[np.float32]: ...
+
+    @overload
+    def __getitem__(self, place: tuple[int, int], /) -> float: ...
+
+    def __getitem__(self, place: int | tuple[int, int], /) -> Any:
+        """One row [V], or of one row the logit of a token; −1 is the last. Raises IndexError beyond the R rows."""
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
         """All rows at once, float32 [R, V]."""

@@ -96,6 +96,7 @@ class Snapshots(Generic[State]):
 
 
 Row = NDArray[np.float32]
+_ALL = slice(None)
 
 
 class LazyRows:
@@ -104,8 +105,9 @@ class LazyRows:
     Greedy decoding reads none. Valid until the engine's next target pass.
     """
 
-    def __init__(self, rows: int, width: int, fetch: Callable[[int, int], Row]) -> None:
-        """`fetch(start, stop)` returns a copy of those rows, float32 [stop − start, width]."""
+    def __init__(self, rows: int, width: int, fetch: Callable[[int, int, slice], Row]) -> None:
+        """`fetch(start, stop, columns)` returns a copy of those columns of the rows, float32 [stop − start, …]. Where
+        these are not all of the `width` there is one of them, of one row."""
         self._rows = rows
         self._width = width
         self._fetch = fetch
@@ -113,16 +115,19 @@ class LazyRows:
     def __len__(self) -> int:
         return self._rows
 
-    def __getitem__(self, row: int, /) -> Row:
+    def __getitem__(self, place: int | tuple[int, int], /) -> Any:
+        row, column = place if isinstance(place, tuple) else (place, None)
         index = row + self._rows if row < 0 else row
         if not 0 <= index < self._rows:
             raise IndexError(f"row {row} of {self._rows}")
-        return self._fetch(index, index + 1)[0]
+        if column is not None:
+            return float(self._fetch(index, index + 1, slice(column, column + 1))[0, 0])
+        return self._fetch(index, index + 1, _ALL)[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("rows on a device cannot be read without a copy")
-        rows = self._fetch(0, self._rows) if self._rows else np.empty((0, self._width), np.float32)
+        rows = self._fetch(0, self._rows, _ALL) if self._rows else np.empty((0, self._width), np.float32)
         return rows.astype(dtype or np.float32, copy=False)
 
 

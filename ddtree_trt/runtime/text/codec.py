@@ -7,8 +7,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from numbers import Integral
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ddtree_trt.artifact.template_arguments import KEYWORD, check_arguments, template_variables
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
@@ -175,14 +176,23 @@ class TextCodec:
         return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
+class Stop(NamedTuple):
+    """A stop string that was met."""
+
+    text: str
+    tokens: int  # of the stream, up to the one that completes it
+    kept: int  # of these, the ones that begin within the text that is left
+
+
 class TextStream:
     """The text of a growing token sequence, cut before the first stop string.
 
-    A token adds the characters it completes: text never ends inside a UTF-8 character, whose bytes may be spread over
-    several tokens. `starts[i]` is the index of the character in which token i begins.
+    Text never ends inside a UTF-8 character, whose bytes may be spread over several tokens. Neither the text nor what a
+    stop string cuts depends on how the tokens are divided into parts. While one thread adds tokens, others may read
+    `text` and `settled`.
     """
 
-    _LONGEST_WINDOW = 4  # tokens decoded again with every new one
+    _LONGEST_WINDOW = 4  # tokens decoded again with every part
 
     def __init__(
         self,
@@ -198,83 +208,89 @@ class TextStream:
         self._keep_special_tokens = keep_special_tokens
         self._stop = tuple(stop)
         self._keep_stop = keep_stop
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         # A token's text may depend on the token before it, so a window of the latest tokens is decoded each time.
         self._window = 0  # index of the window's first token
         self._boundary = 0  # latest token index before which no character is incomplete
         self._taken = 0  # characters of the window's text that are in `text`
         self.text = ""
-        self.starts: list[int] = []
+        # With stop strings: in which character each token begins at the latest. Of the first of a part it is exact.
+        self._starts: list[int] = []
 
-    def push(self, token: int, *, silent: bool = False, may_stop: bool = True) -> str | None:
-        """Add a token; returns the stop string it completes, if any. A silent token adds no text."""
-        before = len(self.text)
-        self.starts.append(before)
-        if silent:
+    def push(self, tokens: Sequence[int], *, may_stop: bool = True) -> Stop | None:
+        """Add tokens; returns the stop string that they complete first, if any, at which the text is cut."""
+        if not tokens:
             return None
-        self._tokens.append(token)
-        grown = self._decode()
+        first, before = len(self.tokens), len(self.text)
+        self.tokens += tokens
+        grown = self._decode(self._window)
         complete = grown.rstrip(INCOMPLETE)
-        self._take(complete)
+        text, stop = self.text + complete[self._taken :], None
+        self._taken = max(self._taken, len(complete))
         if len(complete) == len(grown):
             self._advance()
-        return self._cut(before) if self._stop and may_stop else None
-
-    def _decode(self) -> str:
-        return self._codec.decode(
-            self._tokens[self._window :],
-            skip_special_tokens=self._skip_special_tokens,
-            keep=self._keep_special_tokens,
-        )
-
-    def _take(self, text: str) -> None:
-        """Append the new characters of the window's text."""
-        if len(text) > self._taken:
-            self.text += text[self._taken :]
-            self._taken = len(text)
-
-    def _advance(self) -> None:
-        """Move the boundary to the next token, and the start of a long window to the boundary before. Called where no
-        character is incomplete."""
-        if len(self._tokens) - self._window > self._LONGEST_WINDOW:
-            window, self._window = self._window, self._boundary
-            taken = len(self._decode())
-            if taken:
-                self._taken = taken
-            else:  # a window of tokens without text would not determine the next token's text
-                self._window = window
-        self._boundary = len(self._tokens)
-
-    def _cut(self, before: int) -> str | None:
-        """Cut the text at the earliest stop string that ends behind `before`; returns that stop string, if any."""
-        found: tuple[int, str] | None = None
-        for stop in self._stop:
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
-        if found is None:
-            return None
-        at, stop = found
-        self.text = self.text[: at + len(stop) if self._keep_stop else at]
+        if self._stop:
+            self._starts += [before] + [len(text)] * (len(tokens) - 1)
+            if may_stop and self._find(text, before) is not None:
+                text, stop = self._cut(first, before, text)
+        self.text = text  # at once: nobody sees a stop string that is to be cut
         return stop
 
-    def tokens_within(self, size: int) -> int:
-        """Tokens that begin within the first `size` characters: those needed to cover them."""
-        return bisect_left(self.starts, size)
+    def _decode(self, start: int = 0, end: int | None = None) -> str:
+        """The text of a part of the tokens."""
+        return self._codec.decode(
+            self.tokens[start:end], skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens
+        )
+
+    def _whole(self, tokens: int) -> str:
+        """The text of the first tokens as far as no character is incomplete."""
+        return self._decode(0, tokens).rstrip(INCOMPLETE)
+
+    def _advance(self) -> None:
+        """Move the boundary behind the latest token, and the start of a long window to the boundary before. Called
+        where no character is incomplete."""
+        if len(self.tokens) - self._window > self._LONGEST_WINDOW and (taken := len(self._decode(self._boundary))):
+            # A window of tokens without text would not determine the next token's text.
+            self._window, self._taken = self._boundary, taken
+        self._boundary = len(self.tokens)
+
+    def _find(self, text: str, before: int) -> tuple[int, str] | None:
+        """Of the stop strings in a text that end behind `before` the one that begins first, behind its place."""
+        finds = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        return min(finds, key=itemgetter(0), default=None)
+
+    def _cut(self, first: int, before: int, text: str) -> tuple[str, Stop]:
+        """The text of all tokens, cut at the stop string that one of those from `first` on completes first. A stop
+        string that a text has stays in every longer one, so that token is found by bisection."""
+        ends = range(first + 1, len(self.tokens))
+        place = bisect_left(ends, True, key=lambda end: self._find(self._whole(end), before) is not None)
+        if place < len(ends):
+            text = self._whole(ends[place])
+        found = self._find(text, before)
+        assert found is not None, "the text of all tokens has a stop string"
+        at, stop = found
+        text = text[: at + len(stop) if self._keep_stop else at]
+        tokens = first + 1 + place
+        return text, Stop(stop, tokens, bisect_left(range(tokens), len(text), key=lambda end: len(self._whole(end))))
 
     def flush(self) -> None:
         """Add the replacement characters of an incomplete character, at the end of the sequence."""
-        self._take(self._decode())
+        text = self._decode(self._window)
+        self.text, self._taken = self.text + text[self._taken :], max(self._taken, len(text))
 
-    def safe_length(self) -> int:
-        """Length of the text that can be shown: without a suffix that may be the start of a stop string."""
-        held, last = 0, self.text[-1:]
+    def settled(self) -> tuple[int, int]:
+        """Characters of the text and tokens that no later stop string can remove: the text without a suffix that may be
+        the start of one, and the tokens that are known to begin in it."""
+        text, held = self.text, 0
+        if not self._stop:
+            return len(text), len(self.tokens)
+        last = text[-1:]
         for stop in self._stop if last else ():
-            end = min(len(stop) - 1, len(self.text))
+            end = min(len(stop) - 1, len(text))
             # Only a part of the stop string that ends in the text's last character can end the text.
             while (size := stop.rfind(last, 0, end) + 1) > held:
-                if self.text.endswith(stop[:size]):
+                if text.endswith(stop[:size]):
                     held = size
                     break
                 end = size - 1
-        return len(self.text) - held
+        return len(text) - held, bisect_left(self._starts, len(text) - held)

@@ -119,10 +119,12 @@ async def respond(
     return JSONResponse(answer, headers={"X-Request-Id": request_id})
 
 
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def event(data: Answer | str) -> str:
     """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+    return f"data: {data if isinstance(data, str) else _json(data)}\n\n"
 
 
 def stream_response(events: AsyncIterator[str], request_id: str) -> StreamingResponse:
@@ -146,20 +148,17 @@ async def _events(
 ) -> AsyncIterator[str]:
     """The submissions' parts as events, and one more with the usage where it is wanted."""
     latest: dict[int, RequestOutput] = {}
+    head, tail = f'{_json(begin)[:-1]},"choices":[', '],"usage":null' if with_usage else "]"  # null as OpenAI has it
     async for place, part in iterate_parts(submissions):
         latest[place] = part
-        answers: list[Answer] = [
-            {**begin, "choices": [choice]} for output in part.outputs for choice in choices(place, part, output)
-        ]
-        if with_usage:
-            answers = [a | {"usage": None} for a in answers]  # as OpenAI does
-        if all(s.finished for s in submissions):
+        texts = [head + _json(c) + tail for output in part.outputs for c in choices(place, part, output)]
+        if part.finished and all(s.finished for s in submissions):
             metrics = acceptance(list(latest.values()), longest_draft)
             if with_usage:  # vLLM's object is sent once, with the usage, as its readers expect
                 metrics["speculative_decoding"] = None
-            answers[-1]["metrics"] = metrics
-        if answers:
-            yield "".join(map(event, answers))
+            texts[-1] += f',"metrics":{_json(metrics)}'
+        if texts:
+            yield "".join([f"data: {text}}}\n\n" for text in texts])
     if with_usage:
         outputs = list(latest.values())
         yield event({**begin, "choices": [], "usage": usage(outputs), "metrics": acceptance(outputs, longest_draft)})

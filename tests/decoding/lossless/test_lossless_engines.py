@@ -56,8 +56,7 @@ class Tie:
         manifest = llm.engine.manifest
         stops = set() if params.ignore_eos else set(manifest.stop_token_ids)
         sampler = Sampler(params, manifest.target_dims.vocab_size, prompt, frozenset(stops), index)
-        for token in common:
-            sampler.observe(token)
+        sampler.observe(common)
         raw = last_row(llm, [*prompt, *common])
         self.rounding = PRECISIONS[manifest.precision].relative_rounding * float(np.abs(raw).max())
         self.params, self.row = params, sampler._processed(raw).astype(np.float64)

@@ -243,7 +243,7 @@ def test_candidates_of_every_drafter_are_the_kernels(
 
 
 def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: rows come over for requests that want logprobs, and for the prompt's last token."""
+    """As on a GPU: rows come over for logprobs; of the prompt's last row one value, to see that it is finite."""
     from scripted import completion, finish
 
     from ddtree_trt.runtime.scheduler import Scheduler
@@ -251,15 +251,17 @@ def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytes
     fetched: list[int] = []
 
     def lazy(logits: torch.Tensor) -> Any:
-        def fetch(start: int, stop: int) -> Any:
-            fetched.append(stop - start)
-            return logits[start:stop].numpy().copy()
+        def fetch(start: int, stop: int, columns: slice) -> Any:
+            found = logits[start:stop, columns].numpy().copy()
+            fetched.append(found.size)
+            return found
 
         rows, vocabulary = logits.shape
         return LazyRows(rows, vocabulary, fetch)
 
     monkeypatch.setattr("ddtree_trt.runtime.engines.torch.target.readable", lazy)
-    for logprobs, expected in ((None, [1]), (1, [1] * 20)):
+    whole = engine.manifest.target_dims.vocab_size
+    for logprobs, expected in ((None, [1]), (1, [1, *[whole] * 20])):
         params = SamplingParams(max_tokens=20, ignore_eos=True, method="ddtree", tree_budget=8, logprobs=logprobs)
         fetched.clear()
         finish(Scheduler(engine), [completion(engine, [5, 6, 7], params)])

@@ -57,7 +57,7 @@ def test_random_tokens_make_valid_json_of_600_schemas(llm: LLM) -> None:
         while not matcher.ended:
             assert len(output) < 2000, schema
             output.append(sampler.choose(rng.normal(0, 2, vocab).astype(np.float32)))
-            sampler.observe(output[-1])
+            sampler.observe(output[-1:])
         text = llm.tokenizer.decode([t for t in output if t not in ending])
         validate(text, schema)
         kinds.add(type(json.loads(text)).__name__)

@@ -104,11 +104,12 @@ class TrtLanguageModel:
         """The last pass's logits [rows, V] from row `first` on, copied to the host when they are read."""
         generation, base = self.generation, self._outputs.logits + first * self._vocab * FLOAT_BYTES
 
-        def fetch(start: int, stop: int) -> NDArray[np.float32]:
+        def fetch(start: int, stop: int, columns: slice) -> NDArray[np.float32]:
             if generation != self.generation:
                 raise EngineError("these logits are gone: the engine has made another pass since")
-            found = np.empty((stop - start, self._vocab), np.float32)
-            self._device.download(found, base + start * self._vocab * FLOAT_BYTES)
+            column, end, _ = columns.indices(self._vocab)
+            found = np.empty((stop - start, end - column), np.float32)
+            self._device.download(found, base + (start * self._vocab + column) * FLOAT_BYTES)
             self._device.synchronize()
             return found
 

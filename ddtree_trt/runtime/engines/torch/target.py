@@ -211,4 +211,6 @@ def readable(logits: Tensor) -> Rows:
     if logits.device.type == "cpu":
         array: NDArray[np.float32] = logits.numpy()
         return array
-    return LazyRows(logits.shape[0], logits.shape[1], lambda start, stop: logits[start:stop].cpu().numpy())
+    return LazyRows(
+        logits.shape[0], logits.shape[1], lambda start, stop, columns: logits[start:stop, columns].cpu().numpy()
+    )

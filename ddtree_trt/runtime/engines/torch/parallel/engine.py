@@ -193,10 +193,10 @@ class ParallelEngine:
         place among those of its pass."""
         gathered: list[Tensor] = []
 
-        def fetch(start: int, stop: int) -> NDArray[Any]:
+        def fetch(start: int, stop: int, columns: slice) -> NDArray[Any]:
             if not gathered:
                 gathered.append(self._together(whole_rows, number))
-            rows: NDArray[Any] = gathered[0][start:stop].cpu().numpy()
+            rows: NDArray[Any] = gathered[0][start:stop, columns].cpu().numpy()
             return rows
 
         rows = LazyRows(len(verdict.logits), self.manifest.target_dims.vocab_size, fetch)
