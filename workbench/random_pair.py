@@ -7,7 +7,7 @@ one has. No draft is ever accepted but by chance, and the text means nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS, TransformerDims
+from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from workbench.manifests import bare_manifest
@@ -37,8 +38,9 @@ class PairShape:
     @property
     def drafter(self) -> DFlashDims:
         layers = self.target.num_layers
+        plain = {"num_layers": self.draft_layers, "delta": None, "rotary_dim": None}
         return DFlashDims(
-            **{**vars(self.target), "num_layers": self.draft_layers},
+            **{**vars(self.target), **plain},
             block_size=self.block_size,
             mask_token_id=self.target.vocab_size - 1,
             tap_layers=default_tap_layers(layers, self.draft_layers),
@@ -50,12 +52,24 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int) -> TransformerDims:
     return TransformerDims(151936, hidden, layers, heads, 8, 128, inner, 1e-6, 1e6, 40960)
 
 
+def _hybrid(dims: TransformerDims, key_heads: int, value_heads: int, size: int) -> TransformerDims:
+    """One layer of four with attention, of whose heads a quarter is rotated."""
+    delta = DeltaNet(key_heads, value_heads, size, size, 4, tuple(range(3, dims.num_layers, 4)))
+    return replace(dims, delta=delta, rotary_dim=dims.head_dim // 4)
+
+
+_QWEN3_5 = TransformerDims(248320, 4096, 32, 16, 4, 256, 12288, 1e-6, 1e7, 262144)
+
 SHAPES: Mapping[str, PairShape] = {
     "micro": PairShape(TransformerDims(512, 64, 6, 4, 2, 16, 128, 1e-6, 1e4, 2048), 2, True, 8),  # for a dry run
     "qwen3-0.6b": PairShape(_qwen3(1024, 28, 16, 3072), 5, True),
     "qwen3-1.7b": PairShape(_qwen3(2048, 28, 16, 6144), 5, True),
     "qwen3-4b": PairShape(_qwen3(2560, 36, 32, 9728), 5, True),
     "qwen3-8b": PairShape(_qwen3(4096, 36, 32, 12288), 5, False),
+    "micro-hybrid": PairShape(
+        _hybrid(TransformerDims(512, 64, 8, 4, 2, 16, 128, 1e-6, 1e4, 2048), 2, 4, 16), 2, True, 8
+    ),
+    "qwen3.5-9b": PairShape(_hybrid(_QWEN3_5, 16, 32, 128), 5, False),
 }
 
 
@@ -80,8 +94,11 @@ def _random_weights(shape: PairShape, dtype: torch.dtype, device: torch.device, 
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for weight in stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied):
-        tensor = torch.empty(weight.shape, dtype=dtype, device=device)
-        if weight.name == f"{TARGET}norm":
+        own = getattr(torch, weight.dtype) if weight.dtype else dtype
+        tensor = torch.empty(weight.shape, dtype=own, device=device)
+        if weight.name.endswith(".decay"):
+            tensor.fill_(-0.05)
+        elif weight.name == f"{TARGET}norm":
             # Random signs before the head: else a token's own embedding, still in the residual stream, would win.
             tensor.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
         elif weight.sources[0].endswith(BIAS):

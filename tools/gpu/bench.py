@@ -150,7 +150,9 @@ def measure_pair(name: str, scale: Scale, device: torch.device, report: Report) 
         run["dflash"] = timed("dflash", time_host, shape.block_size - 1, dflash=True)
         for budget in scale.budgets:
             host = timed(f"ddtree {budget}, tree on the host", time_host, budget)
-            on_device = timed(f"ddtree {budget}, tree on the device", time_device, budget)
+            on_device = None
+            if engine.rounds is not None:
+                on_device = timed(f"ddtree {budget}, tree on the device", time_device, budget)
             run["ddtree"].append({"budget": budget, "host": host, "device": on_device})
     engine.close()
     return result

@@ -270,11 +270,12 @@ def test_what_comes_down_is_a_copy() -> None:
     assert download.waits == 2
 
 
-def test_random_weights_make_an_engine() -> None:
+@pytest.mark.parametrize("name", ["micro", "micro-hybrid"])
+def test_random_weights_make_an_engine(name: str) -> None:
     """Without a checkpoint: every weight the layout names, logits about as peaked as a trained network's."""
-    shape, limits = find_shape("micro"), Limits(max_seq_len=128, max_batch=1)
-    engine, weights = random_torch_engine("micro", shape, "fp32", limits, torch.device("cpu"))
-    assert engine.manifest.name == "random-micro" and all(torch.isfinite(w).all() for w in weights.values())
+    shape, limits = find_shape(name), Limits(max_seq_len=128, max_batch=1)
+    engine, weights = random_torch_engine(name, shape, "fp32", limits, torch.device("cpu"))
+    assert engine.manifest.name == f"random-{name}" and all(torch.isfinite(w).all() for w in weights.values())
     verdict = engine.prefill(0, np.arange(1, 40), rows="all", taps=True)
     assert 2 < np.asarray(verdict.logits).std() < 50
     assert len(set(verdict.choices.tolist())) > 20

@@ -126,6 +126,7 @@ class FakeTensorRt:
                 "set_timing_cache": lambda cache, ignore_mismatch: self.timing_cache == "taken",
                 "get_timing_cache": lambda: cache,
                 "set_flag": lambda flag: None,
+                "clear_flag": lambda flag: None,
             },
         )
         config.__dict__["profiles"] = profiles

@@ -131,11 +131,14 @@ class EngineBuilder:
         plan: Path,
         shapes: Profile,
         finish: Callable[[Any, Any], None] = lambda trt, network: None,
+        *,
+        tf32: bool = True,
     ) -> dict[str, list[str]]:
         """Compile `graph` into `plan` and return the names of its inputs and outputs, in order.
 
-        `finish` is called with the product's module and the parsed network, which it checks or changes. Raises
-        BuildError with the product's reasons, and what `finish` raises.
+        `finish` is called with the product's module and the parsed network, which it checks or changes. `tf32`: whether
+        products of float32 may round what they multiply to TF32. Raises BuildError with the product's reasons, and what
+        `finish` raises.
         """
         self._log.clear()
         network = self._parse(name, graph)
@@ -146,6 +149,10 @@ class EngineBuilder:
             tensor.allowed_formats = 1 << int(self._trt.TensorFormat.LINEAR)
         monitor = make_monitor(self._trt, f"build {name}", self._progress)
         config = self._config(name, shapes, monitor)
+        if tf32:
+            config.set_flag(self._trt.BuilderFlag.TF32)
+        else:
+            config.clear_flag(self._trt.BuilderFlag.TF32)
         serialized = self._builder.build_serialized_network(network, config)
         monitor.raise_stopping_error()
         if serialized is None:
@@ -168,9 +175,6 @@ class EngineBuilder:
     def _config(self, name: str, shapes: Profile, monitor: Any) -> Any:
         trt, config = self._trt, self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
-        # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
-        # in float32.
-        config.set_flag(trt.BuilderFlag.TF32)
         # A row's result has the same bits wherever it stands in a batch.
         config.set_flag(trt.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE)
         if self._gpus:

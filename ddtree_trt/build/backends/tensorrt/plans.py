@@ -78,6 +78,9 @@ class Network(NamedTuple):
     make: Callable[[Sink], ModelProto]
     sizes: Mapping[str, Range]  # ranges of the named dimensions
     weight_bytes: int  # about
+    # TF32 holds what heads multiply, bf16 or fp16, exactly, and sums in float32. What a hybrid's delta nets multiply it
+    # rounds to 10 bits, in passes; commits add to their states, and round nothing again.
+    tf32: bool = True
 
 
 def write_engine(
@@ -95,7 +98,9 @@ def write_engine(
             path.write_bytes(graph.SerializeToString())
             shapes = profile(graph.graph.input, network.sizes)
             finish = attention_check(attention, network.name, graph)
-            tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
+            tensors[network.name] = builder.build(
+                network.name, path, directory / network.plan, shapes, finish, tf32=network.tf32
+            )
     write_shared(directory / artifact.SHARED_WEIGHTS, inputs.target, inputs.drafter, inputs.precision, progress)
     return tensors
 
@@ -129,7 +134,7 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     return [
         Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
         Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
-        Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
+        Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0, tf32=False),
     ]
 
 
