@@ -88,7 +88,7 @@ class PairHead:
 class ConvolutionParts:
     """The tensors of one convolution."""
 
-    base: Part  # [2, taps, H]: of the sublayer's input, then of its output
+    base: Part  # [2 · taps, H]: of the sublayer's input, then of its output
     kernels: Part  # K [2 · taps · groups, H]
 
     def __iter__(self) -> Iterator[Part]:

@@ -280,7 +280,8 @@ class Convolutions:
             found = {}
             for place, parts in layer_convolutions(dims, i).items():
                 base, kernels = (weights[f"{prefix}layers.{i}.{part.name}"] for part in parts)
-                found[place] = base.unflatten(-1, (groups, -1)), kernels  # [2, taps, groups, H / groups], K
+                base = base.unflatten(0, (2, -1)).unflatten(-1, (groups, -1))
+                found[place] = base, kernels  # [2, taps, groups, H / groups], K
             self._layers.append(found)
 
     def around(self, index: int, place: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
