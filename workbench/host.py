@@ -117,6 +117,9 @@ class ReadyEngine:
 
     draftable_length = length
 
+    def unseen(self, slot: int) -> int:
+        return 0
+
     def restorable(self, slot: int, length: int) -> int:
         return length
 

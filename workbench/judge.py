@@ -45,16 +45,18 @@ PROFILED = (1, 2, 5, 17, 65)  # tree tokens
 
 @dataclass(frozen=True)
 class Machine:
-    """True times of passes, by slots: of verifications by tree tokens, and of drafts. Linear between and beyond."""
+    """True times of passes, by slots: of verifications by tree tokens, and of drafts. Linear between and beyond.
+    Without buckets a pass takes what one of equal trees of as many rows does."""
 
     verify: Mapping[int, Mapping[int, float]]
     draft: Mapping[int, float]
-    in_turn: bool = False  # whether every slot has passes of its own
     buckets: tuple[int, ...] | None = None
 
-    def verify_s(self, slots: int, tokens: int) -> float:
+    def verify_s(self, trees: Sequence[int]) -> float:
+        """Of a pass over trees of so many tokens."""
+        slots, tokens = len(trees), sum(trees) / len(trees)
         if self.buckets is not None:
-            tokens = next(size for size in self.buckets if size >= tokens)
+            tokens = next(size for size in self.buckets if size >= max(trees))
         times = [PassTimes(n, 1, 0.0, tuple(self.verify[n].items())).verify_s(np.array(tokens)) for n in self.verify]
         return float(np.interp(slots, list(self.verify), np.array(times)))
 
@@ -65,23 +67,37 @@ class Machine:
         """Those of an engine that serves so many requests, whose profile is wrong by that factor."""
 
         def times(n: int) -> PassTimes:
-            verify = ((t, self.verify_s(n, t) * (1 if t == 1 else 1 / wrong)) for t in PROFILED)
+            verify = ((t, self.verify_s([t] * n) * (1 if t == 1 else 1 / wrong)) for t in PROFILED)
             return PassTimes(n, 64, self.draft_s(n) * wrong, tuple(verify))
 
-        many = times(slots) if slots > 1 and not self.in_turn else None
+        many = times(slots) if slots > 1 else None
         return AutoBudgets(Costs(Profile("", times(1), None, many), NODES, self.buckets), NODES, 15)
 
 
-def _processor(slots: int) -> dict[int, float]:
-    """The packaged pair with PyTorch on one core of a processor, in milliseconds."""
-    return {t: 2.3 + slots * (0.2 + (0.06 + 0.085 * (t - 1) if t > 1 else 0)) for t in (1, 2, 65)}
-
-
 MACHINES = {
-    # ONNX Runtime on two cores: the packaged pair in fp32, SmolLM2-135M in int8.
-    "tiny": Machine({1: {1: 0.80, 2: 1.1, 3: 1.2, 5: 1.4, 9: 1.9, 17: 2.7, 33: 4.4, 65: 7.5}}, {1: 1.15}, in_turn=True),
-    "smollm2": Machine({1: {1: 10.5, 2: 11.3, 5: 14.2, 9: 18.2, 17: 27.6, 33: 33.4, 65: 58.2}}, {1: 4.5}, in_turn=True),
-    "torch": Machine({n: _processor(n) for n in (1, 64)}, {n: 1.4 + 0.67 * n for n in (1, 64)}),
+    # ONNX Runtime on two cores: the packaged pair in fp32, SmolLM2-135M in int8; beyond 8 and 16 slots continued.
+    "tiny": Machine(
+        {
+            1: {1: 0.33, 2: 0.33, 5: 0.36, 17: 0.72, 65: 2.35},
+            8: {1: 0.97, 2: 1.16, 5: 1.95, 17: 5.1, 65: 18.6},
+            64: {1: 6.3, 2: 7.8, 5: 14.7, 17: 40.0, 65: 150.0},
+        },
+        {1: 0.355, 8: 2.24, 64: 17.5},
+    ),
+    "smollm2": Machine(
+        {
+            1: {1: 5.2, 2: 5.5, 5: 6.9, 17: 10.2, 65: 23.0},
+            16: {1: 11.8, 2: 16.4, 5: 33.2, 17: 90.0, 65: 360.0},
+            64: {1: 33.0, 2: 52.0, 5: 118.0, 17: 345.0, 65: 1430.0},
+        },
+        {1: 1.24, 16: 4.9, 64: 16.5},
+    ),
+    # The packaged pair with PyTorch on one core, in milliseconds, as if it padded.
+    "torch": Machine(
+        {n: {t: 2.3 + n * (0.2 + (0.06 + 0.085 * (t - 1) if t > 1 else 0)) for t in (1, 2, 65)} for n in (1, 64)},
+        {n: 1.4 + 0.67 * n for n in (1, 64)},
+        buckets=(1, 2, 4, 8, 16, 32, 65),
+    ),
     # Qwen3-8B's shape in bf16 with a block drafter, measured behind 512 tokens; the largest trees continued.
     "h100": Machine(
         {
@@ -123,21 +139,20 @@ def play(
     seconds, tokens = 0.0, 0
     while waiting or running:
         running += [_Slot(waiting.popleft(), make()) for _ in range(min(len(waiting), slots - len(running)))]
-        for group in [[s] for s in running] if machine.in_turn else [running]:
-            plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in group], ahead=late)
-            nodes = plan.ceilings()
-            for s in group:
-                s.unread()
-            drafts = sum(n > 0 for n in nodes)
-            drafted = [s.text.tree(s.place, 2 * n if late else n, width) for s, n in zip(group, nodes, strict=True)]
-            if not late:
-                nodes = plan.choose([tree if n else None for tree, n in zip(drafted, nodes, strict=True)])
-            widest = max(min(n, len(tree)) for n, tree in zip(nodes, drafted, strict=True))
-            draft_s, verify_s = machine.draft_s(drafts), machine.verify_s(len(group), 1 + widest)
-            seconds += draft_s + verify_s
-            plan.took(draft_s, verify_s, widest)
-            for s, n, tree, decision in zip(group, nodes, drafted, plan.decisions, strict=True):
-                tokens += _advance(s, tree, n, decision, late)
+        plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in running], ahead=late)
+        nodes = plan.ceilings()
+        for s in running:
+            s.unread()
+        drafts = sum(n > 0 for n in nodes)
+        drafted = [s.text.tree(s.place, 2 * n if late else n, width) for s, n in zip(running, nodes, strict=True)]
+        if not late:
+            nodes = plan.choose([tree if n else None for tree, n in zip(drafted, nodes, strict=True)])
+        sizes = [min(n, len(tree)) for n, tree in zip(nodes, drafted, strict=True)]
+        draft_s, verify_s = machine.draft_s(drafts), machine.verify_s([1 + n for n in sizes])
+        seconds += draft_s + verify_s
+        plan.took(draft_s, verify_s, sizes)
+        for s, n, tree, decision in zip(running, nodes, drafted, plan.decisions, strict=True):
+            tokens += _advance(s, tree, n, decision, late)
         running = [s for s in running if s.left]
     return seconds, tokens
 
@@ -165,12 +180,12 @@ def _advance(slot: _Slot, drafted: DraftTree, nodes: int, decision: Decision | N
 def hindsight(machine: Machine, texts: Sequence[Text]) -> float:
     """Tokens per time of one request after the other, each round of the best size or without a draft."""
     seconds = tokens = 0.0
-    single_s = machine.verify_s(1, 1)
+    single_s = machine.verify_s([1])
     for text in texts:
         place = 0
         while place < len(text.tokens) - 1:
             path = text.path(place, text.tree(place, NODES)).tolist()
-            sizes = [(machine.draft_s(1) + machine.verify_s(1, 1 + n), m) for m, n in enumerate(path[1:], 2)]
+            sizes = [(machine.draft_s(1) + machine.verify_s([1 + n]), m) for m, n in enumerate(path[1:], 2)]
             taken_s, made = max([(single_s, 1), *sizes], key=lambda each: each[1] * single_s - each[0])
             seconds, tokens, place = seconds + taken_s, tokens + made, place + made
     return tokens / seconds
@@ -208,5 +223,5 @@ def main(
         found = speeds(played, known, count, wrong=wrong, late=late)
         best = max(speed for rival, speed in found.items() if rival != "auto")
         figures = [f"{speed:.2f}" for rival, speed in found.items() if rival != "ar"]
-        seen = f"{hindsight(played, known) * played.verify_s(1, 1):.2f}" if count == 1 else ""
+        seen = f"{hindsight(played, known) * played.verify_s([1]):.2f}" if count == 1 else ""
         print_row([name, count, path.stem, *figures, seen, f"{found['auto'] / best:.3f}"])

@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -161,6 +162,8 @@ async def load(url: str, concurrency: int, seconds: float, prompts: Sequence[str
         await asyncio.gather(*(worker(i) for i in range(concurrency)))
         report.seconds = time.monotonic() - start
         watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
         for _ in range(600):  # a minute, and more on a busy machine
             report.left = _busy(after := await _figures(client))
             if not report.left:

@@ -21,7 +21,7 @@ from ddtree_trt.runtime.stats import RequestMetrics
 from ddtree_trt.runtime.text.codec import TextStream
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One completion. The scheduler sets `slot` and `released`, the decode loop emits tokens, readers take them."""
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, SECONDS, SECONDS_PER_TOKEN, Unit
 
 # Outcomes of requests.
@@ -40,9 +41,13 @@ class Metrics:
     Args:
         family: `triton_python_backend_utils.MetricFamily`.
         labels: of every sample; they must be the instance's alone, or instances would overwrite each other's gauges.
+
+    Raises EngineError if the server is too old to have histograms.
     """
 
     def __init__(self, family: Any, labels: Mapping[str, str]) -> None:
+        if not hasattr(family, "HISTOGRAM"):
+            raise EngineError("this Triton server has no metrics that are histograms; use one of 24.10 or newer")
         self._families: list[Any] = []  # a family must outlive its metrics
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()

@@ -13,6 +13,7 @@ import prometheus_client.metrics_core as core
 import pytest
 
 from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.budget.policy import Decision
 from ddtree_trt.runtime.metric_table import (
     COUNTERS,
@@ -108,6 +109,11 @@ def families() -> dict[str, Family]:
     )
     metrics.flush({name: row.read(ENGINE) for name, row in triton.ENGINE_GAUGES.items()})
     return Own.made
+
+
+def test_a_server_without_histograms_is_named() -> None:
+    with pytest.raises(EngineError, match=r"24\.10"):
+        triton.Metrics(SimpleNamespace(COUNTER="counter", GAUGE="gauge"), {})
 
 
 def test_the_http_server_publishes_the_table(http: dict[str, core.Metric]) -> None:

@@ -20,7 +20,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
@@ -134,9 +134,9 @@ async def _measure(settings: LoadSettings, url: str, prompts: list[BenchPrompt],
 
                 beside = asyncio.create_task(disturb())
                 run = await _run(settings, level, method, send)
-                if beside.done():
-                    await beside
                 beside.cancel()
+                with suppress(asyncio.CancelledError):
+                    await beside
                 runs.append(replace(run, chunk_s=chunks[method]))
     runs.sort(key=lambda run: (settings.levels.index(run.level), settings.methods.index(run.method)))
     return LoadResult(client.url, model, describe_environment(), tuple(runs))

@@ -46,6 +46,9 @@ class AutoregressiveDrafter(Drafter):
     def context_length(self, slot: int) -> int:
         return len(self._contexts[slot].committed)
 
+    def unseen(self, slot: int) -> int:
+        return max(0, self.context_length(slot) - len(self._contexts[slot].cached))
+
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         self._contexts[slot].committed += token_ids.tolist()
 

@@ -55,6 +55,9 @@ class BlockDrafter(Drafter):
     def context_length(self, slot: int) -> int:
         return self._network.cache.lengths[slot] + self._pending[slot].rows
 
+    def unseen(self, slot: int) -> int:
+        return self._pending[slot].rows
+
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
         self._pending[slot].add(states)

@@ -213,12 +213,9 @@ def decode_round(
 def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
     """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
     slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-    states = [(part.past, part.sequence) for part in slot_rounds]
+    states = [(part.sequence, part.past, engine.unseen(part.slot)) for part in slot_rounds]
     budgets = RoundPlan(
-        [
-            SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts, s.metrics.cached_tokens)
-            for past, s in states
-        ]
+        [SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts, unseen) for s, past, unseen in states]
     )
     for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
         part.ceiling = ceiling
@@ -263,8 +260,8 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
                 engine.commit(p.slot, p.path, taps=p.sequence.drafts)
         each([part for part in slot_rounds if part.decision is not None], "learn")
     if not chunks:  # whose rows take time, too
-        widest = max([len(part.proposal.tree.token_ids) for part in slot_rounds])
-        budgets.took(drafted - start, time.perf_counter() - drafted, widest)
+        sizes = [len(part.proposal.tree.token_ids) for part in slot_rounds]
+        budgets.took(drafted - start, time.perf_counter() - drafted, sizes)
 
     # What watchers do is no part of a stage.
     each([part for part in slot_rounds if part.sequence.on_round is not None], "show")

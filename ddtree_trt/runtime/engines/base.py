@@ -148,6 +148,9 @@ class Engine(Protocol):
     def draftable_length(self, slot: int) -> int:
         """Leading committed tokens that the drafter knows."""
 
+    def unseen(self, slot: int) -> int:
+        """Those of them that the drafter has still to take in, at its next draft."""
+
     def restorable(self, slot: int, length: int) -> int:
         """The most of the first `length` tokens that `truncate` can keep. A network whose layers have states comes back
         to those only that it kept: where the last prompt ended, and at every so many tokens."""

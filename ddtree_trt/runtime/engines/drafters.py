@@ -42,6 +42,10 @@ class Drafter(ABC):
     def context_length(self, slot: int) -> int:
         """Number of leading committed tokens that were passed to `append_context`."""
 
+    def unseen(self, slot: int) -> int:
+        """Number of them whose passes wait for the next draft: 0, or about a round's, unless the kind says more."""
+        return 0
+
     @abstractmethod
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Take tokens [m] committed behind the known ones, with their tapped target states [m, M·H] if the kind has

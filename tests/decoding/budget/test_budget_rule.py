@@ -19,7 +19,6 @@ from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
-    LEAST_DRAFTS,
     LOSS,
     PATIENCE,
     PROBE,
@@ -140,14 +139,11 @@ def test_what_a_drafter_that_is_never_right_costs(name: str, quality: Quality, t
     single_s = profile.near.verify[0][1]
     answer = text(Quality(0.0, quality.sharp), tokens)
     spent = decode(answer, AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains)
-    (plan,) = [RoundPlan([SlotInput(AutoBudget(shared_budgets(profile, chains=chains)), 0, 99)])]
-    plan.ceilings()
-    price = plan._prices(1).least_price
     lost = spent.seconds / single_s - tokens
-    assert 0 <= lost <= max(LOSS, LEAST_DRAFTS * price) + PROBE * math.sqrt(tokens)
+    assert 0 <= lost <= LOSS + PROBE * math.sqrt(tokens)
     assert spent.drafts >= 1, "every request has its own first draft"
     if name in ("cpu", "gpu", "small"):
-        assert lost <= {100: 8, 300: 12}.get(tokens, math.inf), "8 % of 100 tokens, 4 % of 300"
+        assert lost <= {100: 6.1, 300: 8.3}.get(tokens, math.inf), "6 % of 100 tokens, 3 % of 300"
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -168,16 +164,15 @@ def test_probes_come_at_growing_gaps(name: str) -> None:
     )
 )
 def test_no_request_ends_the_drafting_of_another(history: list[tuple[float, float, int]]) -> None:
-    """At given costs requests draft as on a fresh engine, or nearly so where many before them have lost in a row."""
+    """At given costs requests draft as on a fresh engine; where many before them have lost in a row, all but one whose
+    first draft was unlucky."""
     good = [text(GOOD, 64, seed) for seed in range(20)]
     fresh = in_turn(good, shared_budgets(CPU), CPU)
     used = shared_budgets(CPU)
     in_turn([text(Quality(trust, sharp), n, seed) for seed, (trust, sharp, n) in enumerate(history)], used, CPU)
     after = in_turn(good, used, CPU)
     assert (
-        after == fresh
-        if len(history) < PATIENCE
-        else sum(s.rounds for s in after) <= sum(s.rounds for s in fresh) / 0.97
+        after == fresh if len(history) < PATIENCE else sum(s.rounds for s in after) <= sum(s.rounds for s in fresh) + 64
     )
 
 
@@ -187,15 +182,15 @@ def test_requests_lose_less_where_many_before_them_have_lost() -> None:
         spent = decode(text(LIAR, 100, seed), AutoBudget(shared), CPU)
         assert spent.drafts, "every request has its own first draft"
         lost.append(spent.seconds / CPU.near.verify[0][1] - 100)
-    assert max(lost[PATIENCE:]) < min(lost[:PATIENCE]) / 1.7
+    assert max(lost[PATIENCE:]) < min(lost[:PATIENCE]) / 2
     (gained, again) = in_turn([text(GOOD, 100, 1), text(LIAR, 100)], shared, CPU)
     assert gained.rounds < 40 and again.drafts > 1, "one that gains gives the others their allowance back"
 
 
-@pytest.mark.parametrize(("left", "cached", "drafts"), [(10, 0, False), (10, 960, True), (100, 0, True)])
-def test_a_first_draft_must_repay_the_prompt_it_takes_in(left: int, cached: int, drafts: bool) -> None:
+@pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
+def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, unseen: int, drafts: bool) -> None:
     costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
-    plan = RoundPlan([SlotInput(AutoBudget(shared_budgets(costly)), 1000, left, cached=cached)])
+    plan = RoundPlan([SlotInput(AutoBudget(shared_budgets(costly)), 1000, left, unseen=unseen)])
     assert (plan.ceilings()[0] > 0) == drafts, "a thousand tokens cost ten passes"
 
 
@@ -204,7 +199,7 @@ def test_drafting_resumes_where_it_pays_again() -> None:
     mixed = Text([*bad.tokens, *good.tokens[1:]], [*bad.drafts, *good.drafts])
     spent = decode(mixed, AutoBudget(shared_budgets(CPU)), CPU)
     alone = decode(good, AutoBudget(shared_budgets(CPU)), CPU)
-    assert spent.seconds < 150 * 1.1 + 1.25 * alone.seconds
+    assert spent.seconds < 150 * 1.1 + 1.4 * alone.seconds
 
 
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
@@ -222,7 +217,7 @@ def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, qua
     machine = MACHINES[name]
     answers = [text(quality, 100 + 10 * (seed % 10), seed) for seed in range(max(12, 2 * slots))]
     rivals = [play(machine, answers, slots, partial(FixedBudget, nodes))[0] for nodes in (0, 1, 3, 7, 15, 31)]
-    assert seconds_of(machine, answers, slots) <= min(rivals) / 0.925
+    assert seconds_of(machine, answers, slots) <= min(rivals) / 0.92
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
@@ -310,7 +305,7 @@ def test_a_fixed_budget_ends_no_drafting_beside_it() -> None:
         nodes = plan.ceilings()
         drafts += nodes[1] > 0
         nodes = plan.choose([tree, tree if nodes[1] else None])
-        plan.took(0.3, 1.2, 4)
+        plan.took(0.3, 1.2, [4, nodes[1]])
         assert plan.decisions[1] is not None
         budget.observe(plan.decisions[1], tree.cut(nodes[1]), np.arange(1 + min(nodes[1], 3), dtype=np.int32))
     assert drafts == 100
@@ -326,7 +321,7 @@ def test_a_draft_that_a_constraint_empties_is_paid() -> None:
         plan.choose([EMPTY if most else None])
         assert plan.decisions[0] is not None
         budget.observe(plan.decisions[0], EMPTY, np.array([0], np.int32))
-    assert 1 <= drafts <= max(LOSS, LEAST_DRAFTS * 2) + PROBE * math.sqrt(300)
+    assert 1 <= drafts <= LOSS + PROBE * math.sqrt(300)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -340,7 +335,7 @@ def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -
         most = plan.ceilings()
         trees = [chain(np.zeros(min(n, 5), np.int32)) if n else None for n in most]
         nodes = plan.choose(trees)
-        plan.took(float(rng.uniform(0.01, 9)) * any(most), float(rng.uniform(0.1, 20)), max(nodes))
+        plan.took(float(rng.uniform(0.01, 9)) * any(most), float(rng.uniform(0.1, 20)), nodes)
         for budget, tree, n, decision in zip(budgets, trees, nodes, plan.decisions, strict=True):
             assert decision is not None and decision.expected_s > 0
             budget.observe(
@@ -351,7 +346,7 @@ def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -
 def test_a_slot_that_may_not_draft_is_left_alone() -> None:
     plan = RoundPlan([SlotInput(AutoBudget(make_budgets(GPU)), 0, 99, drafts=False)])
     assert plan.ceilings() == [0] and plan.decisions == [None]
-    plan.took(0.0, 1.0, 0)
+    plan.took(0.0, 1.0, [0])
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -306,6 +306,9 @@ class Remembering:
 
     draftable_length = length
 
+    def unseen(self, slot: int) -> int:
+        return 0
+
     def restorable(self, slot: int, length: int) -> int:
         return length
 

@@ -125,7 +125,9 @@ def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
     model = Sum(1)
     drafter = AutoregressiveDrafter(model, CHUNK)
     drafter.append_context(0, np.array([1, 2]), None)
+    assert drafter.unseen(0) == 2
     (draft,) = drafter.draft([request(0, bonus=3)])
+    assert drafter.unseen(0) == 0
     accepted = [d.token for d in draft.drawn or ()][:2]
     drafter.append_context(0, np.array([3, *accepted]), None)
     model.passes.clear()

@@ -244,7 +244,9 @@ def test_rounds(name: str, build: str, tmp_path: Path) -> None:
     for prompt in prompts:
         pair.truncate(0)
         pair.prefill(prompt)
+        assert pair.engine.unseen(0) == (prompt if build == "onnxruntime" else 0)
         pair.draft()
+        assert pair.engine.unseen(0) == 0
         for nodes in ((0,), (11,), (1, 6), (4,)):
             pair.commit(*nodes)
             pair.draft()

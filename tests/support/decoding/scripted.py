@@ -82,6 +82,9 @@ class ScriptedEngine:
     def draftable_length(self, slot: int) -> int:
         return self._slots[slot].known
 
+    def unseen(self, slot: int) -> int:
+        return 0
+
     def held(self, slot: int) -> list[int]:
         """The tokens in the slot's cache."""
         return list(self._slots[slot].tokens)

@@ -8,9 +8,9 @@
   (`Calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
   chosen in the same way by how often rounds came to each depth.
 - **Costs** are what passes take: a coarse profile, corrected by the time of rounds (`costs`).
-- **Draft or not.** Since it last gained a request may lose, in single-token passes, LOSS or LEAST_DRAFTS of the
-  smallest drafts that could pay, and PROBE · √tokens. It drafts where gain is expected and that affords a round of
-  which nothing is accepted; where none is, PROBE · √tokens alone pays for probes, at growing gaps. So a useless drafter
-  costs that much and no more. Every request makes its own first drafts; requests share costs, and fewer probes when
-  PATIENCE of them in a row have lost. A first draft that takes in a long prompt must be repaid by the tokens left.
+- **Draft or not.** Since it last gained a request may lose LOSS + PROBE · √tokens single-token passes. It drafts where
+  gain is expected and that affords a round of which nothing is accepted; where none is, PROBE · √tokens alone pays for
+  probes, at growing gaps. So a useless drafter costs that much and no more. Every request makes its own first drafts;
+  requests share costs, and may lose less behind it when PATIENCE of them in a row have lost. What a drafter has still
+  to take in, such as a long prompt, must take less than a pass for every REPAID tokens that are left.
 """

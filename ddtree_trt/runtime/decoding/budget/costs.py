@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,8 @@ class Costs:
 
     The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
     slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between
-    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's.
+    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not
+    padded take what they would if the rows of all their trees were shared equally.
     """
 
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:
@@ -32,15 +34,15 @@ class Costs:
         self._profile = profile
         tokens = np.arange(1, max_nodes + 2)
         powers = 2 ** np.arange(int(max_nodes).bit_length() + 1)
+        self._padded = buckets is not None
         sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
-        self._logs = 2 * np.log2(self._tokens)
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
         self._means: dict[tuple[str, int], dict[int, Correction]] = {}  # by kind and bits of slots, and by size
         for each in profile.corrections:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
-        self._unread: list[tuple[int, int, int, int, float, float]] = []  # rounds, as `learn` takes them
+        self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
         self.rounds = 0  # that were learnt from
         self._singles, self._drafted = 0, 0  # rounds without a draft, and those with one since the last of them
 
@@ -61,14 +63,16 @@ class Costs:
         """Whether a round without drafts should be made to see what it takes, of which those with drafts say little."""
         return self._drafted >= SINGLES * (1 + self._singles) ** 2
 
-    def verify_s(self, past: int, slots: int) -> NDArray[np.float64]:
-        """[1 + max_nodes]: a pass in which the widest tree has n nodes, and all else of a round but the draft."""
-        key = "verify", past // STEP, slots
+    def verify_s(self, past: int, slots: int, trees: int | None = None) -> NDArray[np.float64]:
+        """[1 + max_nodes]: a pass in which so many of the slots, or all, have trees of n nodes and the others none, and
+        all else of a round but the draft."""
+        trees = slots if trees is None or self._padded else trees
+        key = "verify", past // STEP, slots, trees
         if key not in self.kept:
             means = self._nearest("verify", slots)
-            sizes = sorted(means)
-            ratios = np.interp(self._logs, sizes, [means[size].ratio for size in sizes]) if sizes else 1.0
-            costs = ratios * self._verify_profiled(past, slots)
+            sizes, tokens = sorted(means), 1 + (self._tokens - 1) * (trees / slots)
+            ratios = np.interp(2 * np.log2(tokens), sizes, [means[size].ratio for size in sizes]) if sizes else 1.0
+            costs = ratios * self._verify_profiled(past, slots, tokens)
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -82,21 +86,22 @@ class Costs:
             self.kept[key] = (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
         return self.kept[key]
 
-    def learn(self, past: int, slots: int, drafting: int, nodes: int, draft_s: float, rest_s: float) -> None:
-        """Take the seconds of a round of `slots` slots: of (each pass of) the draft for `drafting` of them, and of all
-        the rest, in which the widest tree had so many nodes."""
-        nodes = min(nodes, len(self._tokens) - 1)
-        self._singles, self._drafted = (self._singles, self._drafted + 1) if nodes else (self._singles + 1, 0)
-        self._unread.append((past, slots, drafting, nodes, draft_s, rest_s))
+    def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
+        """Take the seconds of a round: of (each pass of) the draft for `drafting` of its slots, and of all the rest, in
+        which the slots' trees had so many nodes."""
+        widest = min(max(nodes), len(self._tokens) - 1)
+        self._singles, self._drafted = (self._singles, self._drafted + 1) if widest else (self._singles + 1, 0)
+        tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
+        self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s))
         self.rounds += 1
         if self.rounds <= REFRESH or len(self._unread) >= REFRESH:
             self._read()
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        for past, slots, drafting, nodes, draft_s, rest_s in unread:
-            profiled_s = float(self._verify_profiled(past, slots)[nodes])
-            self._correct("verify", slots, round(self._logs[nodes]), rest_s / profiled_s)
+        for past, slots, drafting, tokens, draft_s, rest_s in unread:
+            profiled_s = float(self._verify_profiled(past, slots, np.array([tokens]))[0])
+            self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s)
             if drafting:
                 self._correct("draft", drafting, 0, draft_s / self._draft_profiled(past, drafting))
         self.kept.clear()
@@ -117,8 +122,5 @@ class Costs:
     def _draft_profiled(self, past: int, slots: int) -> float:
         return max(1e-9, float(self._profile.at(past, slots, lambda times: np.array(times.draft_s))))
 
-    def _verify_profiled(self, past: int, slots: int) -> NDArray[np.float64]:
-        key = "profile", past // STEP, slots
-        if key not in self.kept:
-            self.kept[key] = self._profile.at(past, slots, lambda times: times.verify_s(self._tokens))
-        return self.kept[key]
+    def _verify_profiled(self, past: int, slots: int, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self._profile.at(past, slots, lambda times: times.verify_s(tokens))

@@ -15,13 +15,11 @@ from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import STEP, Costs
 from ddtree_trt.runtime.tree import DraftTree, chain
 
-LOSS = 2.0  # single-token passes that a request may lose by drafting since it last gained, ...
-LEAST_DRAFTS = 2.0  # ... or so many of the smallest drafts that could pay, ...
-PROBE = 0.4  # ... and times the root of its tokens since then. Where no gain is expected, that alone is for probes
+LOSS = 3.0  # single-token passes that a request may lose by drafting since it last gained, ...
+PROBE = 0.3  # ... and times the root of its tokens since then. Where no gain is expected, that alone is for probes
 CREDIT = 4.0  # most of an earlier gain that is set against later losses
-PATIENCE = (
-    8  # requests in a row that lost by drafting, after which probes of new ones have so much less until one gains
-)
+PATIENCE = 8  # requests in a row that lost by drafting, after which others may lose so much less until one gains
+REPAID = 8  # tokens left for each single-token pass that a draft takes longer behind tokens its drafter has not seen
 RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
 REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen before the drafter has probabilities
 REST = 8  # rounds after which requests none of which may draft are weighed again: a plan takes time
@@ -95,7 +93,7 @@ class AutoBudgets:
 
     @property
     def share(self) -> float:
-        """The part of the allowance for probes that a new request has."""
+        """The part of its allowance that a request has behind its first draft and before it gains."""
         return 1.0 if self._poor < PATIENCE else 1 / PATIENCE
 
     def judge(self, lost: float) -> None:
@@ -109,10 +107,9 @@ class AutoBudget:
     def __init__(self, shared: AutoBudgets) -> None:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
-        self.fresh = True  # whether it has not drafted yet
         self._loss = 0.0  # single-token passes
         self._lost = 0.0  # the same, of earlier gains nothing forgotten
-        self._share = shared.share  # of the allowance for probes
+        self._gained = False
         self._tokens = 0  # since the loss was last a gain
         self._expect_anew()
 
@@ -123,11 +120,10 @@ class AutoBudget:
         self._recent: Floats = np.diff(np.minimum(self.shared.sizes, self.shared.max_depth).astype(float))
         self._weighed = 0
 
-    def may_lose(self, price: float | None = None) -> float:
-        """Single-token passes that a round may lose where gain is expected and the smallest draft that could pay costs
-        `price`; without a price those of a probe."""
-        drafts = max(LOSS, LEAST_DRAFTS * price) if price else 0.0
-        return drafts + self._share * PROBE * math.sqrt(self._tokens) - self._loss
+    def may_lose(self, *, probe: bool = False) -> float:
+        """Single-token passes that a round may lose."""
+        share = 1.0 if self._gained or not self._lost else self.shared.share
+        return share * ((0.0 if probe else LOSS) + PROBE * math.sqrt(self._tokens)) - self._loss
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -161,8 +157,9 @@ class AutoBudget:
         lost = decision.expected_s / decision.single_token_s - len(path)
         self._lost += lost
         self._loss = max(self._loss + lost, -CREDIT)
-        if self._lost < 0:
-            self._share = 1.0
+        if self._lost < 0 and not self._gained:
+            self._gained = True
+            self.shared.judge(self._lost)
         if decision.probe and lost < 0:
             self._loss = min(self._loss, 0.0)
             self._expect_anew()
@@ -184,7 +181,7 @@ class SlotInput(NamedTuple):
     past: int  # tokens in front of those to draft
     left: int  # most tokens that may still come, 1 or more
     drafts: bool = True  # whether it may use the drafter
-    cached: int = 0  # tokens of the past that the slot held before, so that the drafter may know them
+    unseen: int = 0  # tokens of the past that the drafter has still to take in
 
 
 class _Prices(NamedTuple):
@@ -194,13 +191,13 @@ class _Prices(NamedTuple):
     nodes_s: Floats  # [max_nodes]: what drafts add of which so many nodes are verified
     least: int  # place in `sizes` of the smallest draft that could pay; 0 where none could
     least_price: float  # what that costs each of the slots, in single-token passes
-    slot_s: float  # what one more slot adds: the rows are there anyhow
+    slot_s: Floats  # [max_nodes]: what one more slot with so many nodes adds
 
 
 class RoundPlan:
     """The budgets of a round whose slots share its passes: call `ceilings`, then `choose`, then `took`.
 
-    Every node of the widest tree is a row of the pass for all slots, so that there is one size for those that draft.
+    One size holds for all that draft. Where passes are padded, every node of it is a row for the other slots, too.
     """
 
     def __init__(self, slots: Sequence[SlotInput], *, ahead: bool = False) -> None:
@@ -228,11 +225,9 @@ class RoundPlan:
         self._mixed = any(self._nodes)  # whether fixed budgets draft, too
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
-        context_s = shared.costs.context_s
-        self._late = {  # those whose first draft takes in a prompt for longer than half of their tokens will take
-            i
-            for i, budget in self._autos.items()
-            if budget.fresh and context_s * (slots[i].past - slots[i].cached) > slots[i].left / 2 * self._single_s
+        context_s, self._unseen = shared.costs.context_s, [s.unseen for s in slots]
+        self._late = {  # those that have too few tokens left to repay what the drafter has still to take in
+            i for i in self._autos if context_s * slots[i].unseen * REPAID > slots[i].left * self._single_s
         }
 
     def ceilings(self) -> list[int]:
@@ -246,14 +241,17 @@ class RoundPlan:
         if not able or (self._shared.costs.single_due and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
-        price = prices.least_price
-        self._choose_gaining([i for i in able if prices.least and price <= self._autos[i].may_lose(price)], expected)
+        self._choose_gaining(
+            [i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose()], expected
+        )
         if self._gaining:
-            added = prices.slot_s / self._single_s
+            added = prices.slot_s[int(self._shared.sizes[prices.least]) - 1] / self._single_s
             self._drafting = [i for i in able if i in self._gaining or added < expected[i].sum()]
         while able and not self._gaining:
             prices = self._prices(len(able))
-            self._drafting = [i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose()]
+            self._drafting = [
+                i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose(probe=True)
+            ]
             if self._drafting == able:
                 break
             able = self._drafting
@@ -289,16 +287,18 @@ class RoundPlan:
         deepest = max(self._deepest.values())
         kept, key = shared.costs.kept, (drafting, past // STEP, self._slots, self._passes, deepest)
         if key not in kept:
-            verify_s, sizes = shared.costs.verify_s(past, self._slots), shared.sizes[1:]
-            draft_s, half = shared.costs.draft_s(past, drafting), drafting // 2
+            draft_s, verify_s = shared.costs.draft_s(past, drafting), shared.costs.verify_s(past, self._slots, drafting)
+            sizes, half = shared.sizes[1:], drafting // 2
             passes = self._passes if shared.proposes == "block" else sizes
             added_s = passes * draft_s + verify_s[sizes] - self._round_s
             pays = np.minimum(sizes, deepest) * drafting * self._single_s > added_s
             least = 1 + int(np.argmax(pays)) if pays.any() else 0
-            more_s = self._passes * (draft_s - shared.costs.draft_s(past, half)) / (drafting - half) if half else 0.0
             price = float(added_s[least - 1]) / drafting / self._single_s
             nodes_s = self._passes * draft_s + verify_s[1:] - self._round_s
-            kept[key] = _Prices(added_s, nodes_s, least, price, max(0.0, more_s))
+            fewer_s = shared.costs.verify_s(past, self._slots, half)[1:] if half else verify_s[1:]
+            less_s = self._passes * (draft_s - shared.costs.draft_s(past, half)) if half else 0.0
+            slot_s = np.maximum(0.0, less_s + verify_s[1:] - fewer_s) / (drafting - half)
+            kept[key] = _Prices(added_s, nodes_s, least, price, slot_s)
         return kept[key]
 
     def _plan_drafts(self, expected: Mapping[int, Floats]) -> None:
@@ -333,7 +333,7 @@ class RoundPlan:
         least = int(self._shared.sizes[self._lowest.least])
         accepted = {}
         for i, tree in drafted:
-            afforded_s = self._autos[i].may_lose(self._lowest.least_price) * self._single_s * count
+            afforded_s = self._autos[i].may_lose() * self._single_s * count
             most = max(int(prices.nodes_s.searchsorted(afforded_s, side="right")), least)
             accepted[i] = self._autos[i].weigh(tree, self._deepest[i])[:most]
         size, _ = self._best_size(list(accepted.values()), prices.nodes_s)
@@ -342,22 +342,20 @@ class RoundPlan:
             float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
         )
         # What all pay for is shared by what each expects: who expects little is not charged for others' rows.
-        common_s, total = max(0.0, spent_s - prices.slot_s * count), sum(tokens.values())
+        slot_s, total = float(prices.slot_s[max(0, size - 1)]), sum(tokens.values())
+        common_s = max(0.0, spent_s - slot_s * count)
         for i, each in accepted.items():
             nodes[i], share = min(size, len(each)), tokens[i] / total if total else 1 / len(tokens)
-            self._decide(i, nodes[i], tokens[i], prices.slot_s + common_s * share)
+            self._decide(i, nodes[i], tokens[i], slot_s + common_s * share)
         return nodes
 
     def _decide(self, slot: int, nodes: int, tokens: float, added_s: float) -> None:
         probe = slot not in self._gaining
         self.decisions[slot] = Decision(nodes, 1 + tokens, self._single_s + added_s, self._single_s, probe=probe)
 
-    def took(self, draft_s: float, rest_s: float, widest: int) -> None:
-        """Learn from the round's seconds: of the draft, and of all else, with `widest` nodes in the widest tree."""
+    def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
+        """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if not self._autos:
             return
-        fresh = [i for i in self._drafting if self._autos[i].fresh]  # a request's first draft takes in its prompt
-        for i in fresh:
-            self._autos[i].fresh = False
-        drafting = 0 if fresh or self._mixed else len(self._drafting)
-        self._shared.costs.learn(self._past, self._slots, drafting, widest, draft_s / self._passes, rest_s)
+        told = not self._mixed and all(self._unseen[i] <= STEP for i in self._drafting)  # what drafts take as a rule
+        self._shared.costs.learn(self._past, len(self._drafting) * told, nodes, draft_s / self._passes, rest_s)

@@ -59,6 +59,9 @@ class OrtEngine:
     def draftable_length(self, slot: int) -> int:
         return min(self._drafter.context_length(slot), self.length(slot))
 
+    def unseen(self, slot: int) -> int:
+        return self._drafter.unseen(slot)
+
     def restorable(self, slot: int, length: int) -> int:
         return self._target.cache.restorable(slot, length)
 

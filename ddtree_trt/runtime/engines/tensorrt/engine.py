@@ -129,6 +129,9 @@ class TrtEngine:
     def draftable_length(self, slot: int) -> int:
         return self.drafter.context_length(slot)
 
+    def unseen(self, slot: int) -> int:
+        return self.drafter.unseen(slot)
+
     def restorable(self, slot: int, length: int) -> int:
         if self._states is None or length >= self.length(slot):
             return length

@@ -103,6 +103,9 @@ class TorchEngine:
     def draftable_length(self, slot: int) -> int:
         return self.drafter.context_length(slot)
 
+    def unseen(self, slot: int) -> int:
+        return self.drafter.unseen(slot)
+
     def restorable(self, slot: int, length: int) -> int:
         return self.target.cache.restorable(slot, length)
 

@@ -141,6 +141,9 @@ class ParallelEngine:
     def draftable_length(self, slot: int) -> int:
         return self._engine.draftable_length(slot)
 
+    def unseen(self, slot: int) -> int:
+        return self._engine.unseen(slot)
+
     def restorable(self, slot: int, length: int) -> int:
         return self._engine.restorable(slot, length)
 
