@@ -151,8 +151,10 @@ class _Engine:
 
     @property
     def rows(self) -> int:
-        """Most rows of one target pass, which verifies all slots of a round."""
-        return pass_rows(self.limits, self.limits.max_batch)
+        """Most rows of one target pass, which verifies all slots of a round; on a CPU one may read a prompt beside."""
+        limits = self.limits
+        beside = (limits.max_batch - 1) * (1 + limits.max_tree_budget) + limits.prefill_chunk
+        return max(pass_rows(limits, limits.max_batch), beside if self.backend.on_cpu else 0)
 
     def weights_bytes(self, stored: int) -> int:
         """Of the weights once they are loaded.

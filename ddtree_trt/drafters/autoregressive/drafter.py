@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import Drafter, LanguageModel
+from ddtree_trt.runtime.engines.drafters import Drafter, LanguageModel, split
 from ddtree_trt.runtime.tree import token_chain
 
 
@@ -51,12 +51,14 @@ class AutoregressiveDrafter(Drafter):
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         self._contexts[slot].committed += token_ids.tolist()
+        self._roll_back(slot)
 
     def truncate(self, slot: int, length: int) -> None:
         context = self._contexts[slot]
         del context.committed[length:]
         del context.cached[length:]
         context.agreed = min(context.agreed, length)
+        self._roll_back(slot)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A pass for every token, over all slots that still draft. The first takes in the context they have not seen,
@@ -64,12 +66,12 @@ class AutoregressiveDrafter(Drafter):
         chains = []
         for request in requests:
             slot, context = request.slot, self._contexts[request.slot]
-            self._model.cache.truncate(slot, context.roll_back())
+            self._roll_back(slot)
             tokens = [*context.committed[context.agreed :], request.bonus_token]
-            last = (len(tokens) - 1) // self._chunk * self._chunk
-            for start in range(0, last, self._chunk):
-                self._extend([_Chain(request, tokens[start : start + self._chunk])])
-            chains.append(_Chain(request, tokens[last:]))
+            *alone, last = split(len(tokens), self._chunk, len(requests))
+            for part in alone:
+                self._extend([_Chain(request, tokens[part])])
+            chains.append(_Chain(request, tokens[last]))
         for depth in range(max(request.length for request in requests)):
             drafting = [chain for chain in chains if depth < chain.request.length]
             for chain, logits in zip(drafting, self._extend(drafting), strict=True):
@@ -78,6 +80,10 @@ class AutoregressiveDrafter(Drafter):
 
     def warm_up(self, slot: int, budget: int) -> None:
         """Does nothing: on a GPU, passes of one token are captured at their first use."""
+
+    def _roll_back(self, slot: int) -> None:
+        """Forget rows that were not committed: passes of other slots may run along an idle one's."""
+        self._model.cache.truncate(slot, self._contexts[slot].roll_back())
 
     def _extend(self, chains: Sequence[_Chain]) -> Sequence[NDArray[np.float32]]:
         """Append the tokens of chains to their caches: of each the last one's logits [V]."""

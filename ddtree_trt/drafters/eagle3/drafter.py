@@ -19,7 +19,7 @@ from ddtree_trt.drafters.kind import EXPANDED, most_expanded
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import Drafter
+from ddtree_trt.runtime.engines.drafters import Drafter, split
 from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
@@ -145,11 +145,12 @@ class EagleDrafter(Drafter):
     def _absorb(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
         """Make the rows of slots' waiting states with the tokens [m] behind theirs, the last of all in one pass: the
         results of each slot's last row."""
-        last = {slot: (len(tokens) - 1) // self._chunk * self._chunk for slot, tokens in following.items()}
+        last = {}
         for slot, tokens in following.items():
-            for start in range(0, last[slot], self._chunk):
-                self._absorb_pass({slot: tokens[start : start + self._chunk]}, 1)
-        return self._absorb_pass({slot: tokens[last[slot] :] for slot, tokens in following.items()}, top_k)
+            *alone, last[slot] = split(len(tokens), self._chunk, len(following))
+            for part in alone:
+                self._absorb_pass({slot: tokens[part]}, 1)
+        return self._absorb_pass({slot: tokens[last[slot]] for slot, tokens in following.items()}, top_k)
 
     def _absorb_pass(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
         rows = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths
+
+TAIL = 16  # most new rows of a slot in a pass that it shares
 
 
 class LanguageModel(Protocol):
@@ -64,6 +67,14 @@ class Drafter(ABC):
     def warm_up(self, slot: int, budget: int) -> None:
         """Capture the passes of the drafts of one sequence in the slot, which holds a prompt, for budgets up to
         `budget`."""
+
+
+def split(count: int, chunk: int, slots: int) -> list[slice]:
+    """Parts of a slot's `count` new rows: the last is of the draft's first pass, the others have passes of their own.
+    Passes over several slots may be padded to the longest part, which so is short."""
+    last = (count - 1) // chunk * chunk
+    starts = [*range(0, last + 1, chunk), *([count - 1] if slots > 1 and count - last > TAIL else [])]
+    return [slice(start, end) for start, end in pairwise([*starts, count])]
 
 
 def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:

@@ -14,7 +14,7 @@ from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import Drafter, check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.drafters import TAIL, Drafter, check_up_to_date, draft_all, split
 from ddtree_trt.runtime.engines.passes import SlotLengths
 
 VOCAB, CHUNK = 11, 3
@@ -119,6 +119,38 @@ def test_an_autoregressive_drafter_has_a_pass_for_every_token_of_all_slots() -> 
     for draft, length in zip(drafts, (3, 5), strict=True):
         assert marginals(draft).log_probs.shape == marginals(draft).token_ids.shape == (length, 4)
     assert model.passes == [{0: 3}, {2: 2, 0: 2}, *[{2: 1, 0: 1}] * 2, *[{0: 1}] * 2]  # a long prompt's chunks before
+
+
+@pytest.mark.parametrize(
+    ("count", "chunk", "slots", "rows"),
+    [
+        (1, 8, 3, [1]),
+        (TAIL, 64, 2, [TAIL]),
+        (TAIL + 1, 64, 2, [TAIL, 1]),
+        (64, 64, 1, [64]),
+        (65, 64, 2, [64, 1]),
+        (100, 64, 2, [64, 35, 1]),
+        (100, 8, 2, [*[8] * 12, 4]),
+    ],
+)
+def test_long_contexts_have_passes_of_their_own(count: int, chunk: int, slots: int, rows: list[int]) -> None:
+    parts = split(count, chunk, slots)
+    assert [part.stop - part.start for part in parts] == rows
+    assert [place for part in parts for place in range(count)[part]] == [*range(count)]
+
+
+def test_drafted_rows_of_an_idle_slot_are_forgotten() -> None:
+    """Where a pass runs along idle slots, their rows must not reach its end."""
+    model = Sum(2)
+    drafter = AutoregressiveDrafter(model, CHUNK)
+    drafter.append_context(0, np.array([1, 2]), None)
+    drafter.draft([request(0, bonus=3)])
+    assert model.cache.lengths[0] == 7
+    drafter.append_context(0, np.array([3]), None)
+    assert model.cache.lengths[0] == 3
+    drafter.draft([request(0, bonus=4)])
+    drafter.truncate(0, 2)
+    assert model.cache.lengths[0] == 2
 
 
 def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
