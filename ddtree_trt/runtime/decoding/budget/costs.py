@@ -16,14 +16,16 @@ STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
-SINGLES = 4  # rounds with drafts before the first that is made without, to see what it takes
+SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
+PACE = 1 / 4  # weight of a new round in the machine's pace, of which decisions are independent
 
 
 class Costs:
     """Seconds of passes by slots, tokens of context and tree nodes.
 
     The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
-    slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between
+    slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens; and by a
+    pace of all of them, which the last few rounds decide: else sizes that a busy time has ended would stay dear. Between
     sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not
     padded take what they would if the rows of all their trees were shared equally.
     """
@@ -41,6 +43,7 @@ class Costs:
         self._means: dict[tuple[str, int], dict[int, Correction]] = {}  # by kind and bits of slots, and by size
         for each in profile.corrections:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
+        self._pace = 1.0  # how many times longer all passes take now than on average
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
         self.rounds = 0  # that were learnt from
@@ -61,7 +64,7 @@ class Costs:
     @property
     def single_due(self) -> bool:
         """Whether a round without drafts should be made to see what it takes, of which those with drafts say little."""
-        return self._drafted >= SINGLES * (1 + self._singles) ** 2
+        return self._drafted >= min(SINGLES * (1 + self._singles) ** 2, SELDOM)
 
     def verify_s(self, past: int, slots: int, trees: int | None = None) -> NDArray[np.float64]:
         """[1 + max_nodes]: a pass in which so many of the slots, or all, have trees of n nodes and the others none, and
@@ -72,7 +75,7 @@ class Costs:
             means = self._nearest("verify", slots)
             sizes, tokens = sorted(means), 1 + (self._tokens - 1) * (trees / slots)
             ratios = np.interp(2 * np.log2(tokens), sizes, [means[size].ratio for size in sizes]) if sizes else 1.0
-            costs = ratios * self._verify_profiled(past, slots, tokens)
+            costs = self._pace * ratios * self._verify_profiled(past, slots, tokens)
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -83,7 +86,7 @@ class Costs:
         key = "draft", past // STEP, slots
         if key not in self.kept:
             means = self._nearest("draft", slots)
-            self.kept[key] = (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
+            self.kept[key] = self._pace * (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
@@ -111,8 +114,10 @@ class Costs:
         means = self._means.setdefault((kind, bits), {})
         nearest = near[min(near, key=lambda known: abs(known - size))].ratio if near else 1.0
         mean, rounds = (means[size].ratio, means[size].rounds + 1) if size in means else (nearest, 1)
-        believed = min(max(ratio, mean / OUTLIER), mean * OUTLIER)
-        means[size] = Correction(kind, bits, size, mean + max(SLOWEST, 1 / (1 + rounds)) * (believed - mean), rounds)
+        weight, steady = max(SLOWEST, 1 / (1 + rounds)), ratio / self._pace
+        believed = min(max(steady, mean / OUTLIER), mean * OUTLIER)
+        means[size] = Correction(kind, bits, size, mean + weight * (believed - mean), rounds)
+        self._pace *= (believed / mean) ** (PACE * (1 - weight))
 
     def _nearest(self, kind: str, slots: int) -> dict[int, Correction]:
         """What is known of the number of slots that is nearest, by powers of two."""
