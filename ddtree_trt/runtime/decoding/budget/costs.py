@@ -24,9 +24,9 @@ class Costs:
     """Seconds of passes by slots, tokens of context and tree nodes.
 
     The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
-    slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens; and by a
-    pace of all of them, which the last few rounds decide: else sizes that a busy time has ended would stay dear. Between
-    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not
+    slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between
+    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. All follow a pace that
+    the last few rounds decide: else sizes that a busy machine has made too dear would stay so. Passes that are not
     padded take what they would if the rows of all their trees were shared equally.
     """
 
