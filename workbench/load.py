@@ -76,7 +76,7 @@ class Sent:
 
 
 class Client:
-    """A connection pool to one server. Use with `async with`."""
+    """A connection pool to one server. Use with `async with client.http`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """`url`: with or without /v1. Raises UsageError where it is none."""
@@ -84,20 +84,14 @@ class Client:
         headers = {} if not api_key else {"Authorization": f"Bearer {api_key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         try:
-            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, limits=limits)
+            self.http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, limits=limits)
         except httpx.InvalidURL as error:
             raise UsageError(f"--url must be a URL such as http://localhost:8000, not {url!r}: {error}") from error
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
 
     async def model(self) -> str:
         """The name of the first model that the server has. Raises DDTreeError where none can be had."""
         try:
-            answer = await self._http.get("/v1/models")
+            answer = await self.http.get("/v1/models")
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -114,7 +108,7 @@ class Client:
             path, body["prompt"] = "/v1/completions", prompt.opening
         marks: dict[str, Any] = {}
         try:
-            async with self._http.stream("POST", path, json=body) as answer:
+            async with self.http.stream("POST", path, json=body) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode("utf-8", "replace")
                     return Sent(due_s, error=f"HTTP {answer.status_code}: {_message(text)}"[:_MESSAGE_CHARACTERS])
@@ -332,7 +326,8 @@ async def _measure(settings: LoadSettings, url: str, prompts: list[BenchPrompt],
     total = sum(settings.requests_at(level) for level in settings.levels) * len(settings.methods)
     done = itertools.count(1)
     runs: list[Run] = []
-    async with Client(url, key) as client:
+    client = Client(url, key)
+    async with client.http:
         model = await client.model()
 
         async def ask(
