@@ -2,7 +2,7 @@
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
 the precision rounds, and in an exact engine (`engines/exactness.py`) none may differ. Distribution: every sampled
-token's place in the target's own distribution is uniform. Golden τ: the mean acceptance length is within the pair's range.
+token's place in the target's own distribution is uniform. Golden τ: the mean acceptance length is in the pair's range.
 """
 
 from __future__ import annotations
