@@ -172,7 +172,7 @@ def describe(report: CheckReport) -> list[str]:
         lines.append(line(g.passed, g.case, f"{same}/{g.prompts} identical, τ {g.tau:.2f}"))
         for d in g.differences:
             gap = "one output ends earlier" if d.gap is None else f"logits {d.gap:.1e} apart"
-            moved = f"rounding moves them by at most {d.rounding:.1e}" if d.rounding else "in an exact engine none differs"
+            moved = f"rounding moves them by at most {d.rounding:.1e}" if d.rounding else "an exact engine has none"
             why = "a tie within rounding" if d.explained else moved
             lines.append(f"        {d.prompt}, token {d.position}: {d.expected} became {d.found}; {gap}: {why}")
     if report.distribution:
