@@ -82,7 +82,7 @@ def damaged(path: str, value: Any) -> str:
         *(("far.verify.1.1", value) for value in (0, -1, "x")),
         *(("many.verify.0.0", value) for value in (0, 2.5, 10**10)),
         *(("many.slots", value) for value in (0, 1.5)),
-        *(("near.verify", value) for value in ([], [[1]])),
+        *(("near.verify", value) for value in list[Any](([], [[1]]))),
         *(("corrections.0.ratio", value) for value in (0, 1e9)),
         *(("version", value) for value in (4, 99, "1")),
         ("extra", 1),
