@@ -75,16 +75,19 @@ def damaged(path: str, value: Any) -> str:
     return json.dumps(data)
 
 
+WRONG: list[Any] = ["x", None, True, -0.5, float("nan"), 10**400, 3601.0, []]
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        *(("near.draft_s", value) for value in ("x", None, True, -0.5, float("nan"), 10**400, 3601.0, [])),
-        *(("far.verify.1.1", value) for value in (0, -1, "x")),
+        *(("near.draft_s", value) for value in WRONG),
+        *(("far.verify.1.1", value) for value in (0, -1)),
         *(("many.verify.0.0", value) for value in (0, 2.5, 10**10)),
         *(("many.slots", value) for value in (0, 1.5)),
-        *(("near.verify", value) for value in list[Any](([], [[1]]))),
+        *(("near.verify", value) for value in ("x", 5)),
         *(("corrections.0.ratio", value) for value in (0, 1e9)),
-        *(("version", value) for value in (4, 99, "1")),
+        *(("version", value) for value in (4, 99)),
         ("extra", 1),
     ],
 )
