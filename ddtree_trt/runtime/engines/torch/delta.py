@@ -120,8 +120,7 @@ class States:
             self.snapshots.keep(slot, stop, kept)
         if self._kernels:
             at, first = (None, rows.start) if isinstance(rows, slice) else (rows, 0)
-            kept = vars(self._kept).values()
-            torch.ops.ddtree.delta_commit(self._states, self._past, *kept, at, first, size, slot)
+            torch.ops.ddtree.delta_commit(self._states, self._past, *vars(self._kept).values(), at, first, size, slot)
             return
         for tensor, values in zip(before, advanced(*before, path), strict=True):
             tensor.copy_(values)
