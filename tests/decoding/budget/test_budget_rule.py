@@ -20,8 +20,7 @@ from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LOSS,
-    PATIENCE,
-    PROBE,
+    PROBES,
     AutoBudget,
     AutoBudgets,
     Budget,
@@ -140,20 +139,18 @@ def test_what_a_drafter_that_is_never_right_costs(name: str, quality: Quality, t
     answer = text(Quality(0.0, quality.sharp), tokens)
     spent = decode(answer, AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains)
     lost = spent.seconds / single_s - tokens
-    assert 0 <= lost <= LOSS + PROBE * math.sqrt(tokens)
-    assert spent.drafts >= 1, "every request has its own first draft"
-    if name in ("cpu", "gpu", "small"):
-        assert lost <= {100: 6.1, 300: 8.3}.get(tokens, math.inf), "6 % of 100 tokens, 3 % of 300"
+    assert 0 <= lost <= LOSS + PROBES * tokens, "7 % of 100 tokens, 3 % of 300"
+    assert spent.drafts >= 1
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_probes_come_at_growing_gaps(name: str) -> None:
+def test_probes_go_on(name: str) -> None:
     profile, chains = PROFILES[name]
-    per_hundred = [
-        decode(text(LIAR, n), AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains).drafts / n
-        for n in (100, 400, 1600)
+    drafts = [
+        decode(text(LIAR, n), AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains).drafts
+        for n in (400, 1600, 3200)
     ]
-    assert per_hundred[0] > 1.3 * per_hundred[1] > 1.6 * per_hundred[2] > 0
+    assert 0 < drafts[0] < drafts[1] < drafts[2]
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -164,27 +161,25 @@ def test_probes_come_at_growing_gaps(name: str) -> None:
     )
 )
 def test_no_request_ends_the_drafting_of_another(history: list[tuple[float, float, int]]) -> None:
-    """At given costs requests draft as on a fresh engine; where many before them have lost in a row, all but one whose
-    first draft was unlucky."""
+    """At given costs good requests draft nearly as on a fresh engine, whatever came before them."""
     good = [text(GOOD, 64, seed) for seed in range(20)]
     fresh = in_turn(good, shared_budgets(CPU), CPU)
     used = shared_budgets(CPU)
     in_turn([text(Quality(trust, sharp), n, seed) for seed, (trust, sharp, n) in enumerate(history)], used, CPU)
     after = in_turn(good, used, CPU)
-    assert (
-        after == fresh if len(history) < PATIENCE else sum(s.rounds for s in after) <= sum(s.rounds for s in fresh) + 64
-    )
+    rounds = sum(spent.rounds for spent in fresh)
+    assert sum(spent.rounds for spent in after) <= rounds / 0.97 + (64 if len(history) > 5 else 0)
 
 
-def test_requests_lose_less_where_many_before_them_have_lost() -> None:
-    shared, lost = shared_budgets(CPU), []
-    for seed in range(3 * PATIENCE):
-        spent = decode(text(LIAR, 100, seed), AutoBudget(shared), CPU)
-        assert spent.drafts, "every request has its own first draft"
-        lost.append(spent.seconds / CPU.near.verify[0][1] - 100)
-    assert max(lost[PATIENCE:]) < min(lost[:PATIENCE]) / 2
-    (gained, again) = in_turn([text(GOOD, 100, 1), text(LIAR, 100)], shared, CPU)
-    assert gained.rounds < 40 and again.drafts > 1, "one that gains gives the others their allowance back"
+def test_requests_lose_less_where_those_before_them_have_lost() -> None:
+    shared = shared_budgets(CPU)
+    poor = in_turn([text(LIAR, 100, seed) for seed in range(40)], shared, CPU)
+    lost = [spent.seconds / CPU.near.verify[0][1] - 100 for spent in poor]
+    assert sum(lost[8:]) <= 32 * 100 * 1.2 * PROBES
+    good = in_turn([text(GOOD, 100, seed) for seed in range(20)], shared, CPU)
+    assert sum(spent.rounds for spent in good[10:]) <= 1.02 * sum(
+        spent.rounds for spent in in_turn([text(GOOD, 100, seed) for seed in range(10, 20)], shared_budgets(CPU), CPU)
+    ), "one that gains gives the others their drafts back"
 
 
 @pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
@@ -199,7 +194,7 @@ def test_drafting_resumes_where_it_pays_again() -> None:
     mixed = Text([*bad.tokens, *good.tokens[1:]], [*bad.drafts, *good.drafts])
     spent = decode(mixed, AutoBudget(shared_budgets(CPU)), CPU)
     alone = decode(good, AutoBudget(shared_budgets(CPU)), CPU)
-    assert spent.seconds < 150 * 1.1 + 1.4 * alone.seconds
+    assert spent.seconds < 150 * 1.1 + 1.6 * alone.seconds
 
 
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
@@ -217,7 +212,7 @@ def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, qua
     machine = MACHINES[name]
     answers = [text(quality, 100 + 10 * (seed % 10), seed) for seed in range(max(12, 2 * slots))]
     rivals = [play(machine, answers, slots, partial(FixedBudget, nodes))[0] for nodes in (0, 1, 3, 7, 15, 31)]
-    assert seconds_of(machine, answers, slots) <= min(rivals) / 0.89
+    assert seconds_of(machine, answers, slots) <= min(rivals) / 0.9
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
@@ -334,7 +329,7 @@ def test_a_draft_that_a_constraint_empties_is_paid() -> None:
         plan.choose([EMPTY if most else None])
         assert plan.decisions[0] is not None
         budget.observe(plan.decisions[0], EMPTY, np.array([0], np.int32))
-    assert 1 <= drafts <= LOSS + PROBE * math.sqrt(300)
+    assert 1 <= drafts <= LOSS + PROBES * 300
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -8,9 +8,10 @@
   (`Calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
   chosen in the same way by how often rounds came to each depth.
 - **Costs** are what passes take: a coarse profile, corrected by the time of rounds (`costs`).
-- **Draft or not.** Since it last gained a request may lose LOSS + PROBE · √tokens single-token passes. It drafts where
-  gain is expected and that affords a round of which nothing is accepted; where none is, PROBE · √tokens alone pays for
-  probes, at growing gaps. So a useless drafter costs that much and no more. Every request makes its own first drafts;
-  requests share costs, and may lose less behind it when PATIENCE of them in a row have lost. What a drafter has still
-  to take in, such as a long prompt, must take less than a pass for every REPAID tokens that are left.
+- **Draft or not.** A request drafts where gain is expected, while what it has lost by drafting since it last gained,
+  and a round of which nothing is accepted, are at most LOSS single-token passes. A new request expects of its drafts
+  what the ones before it came to expect. Where none gains, one probes now and then: all probes of an engine may lose
+  PROBES of its tokens, and a probe that gains lets its request draft again. So a useless drafter costs that much and
+  no more, and no request ends another's drafting. What a drafter has still to take in, such as a long prompt, must
+  take less than a pass for every REPAID tokens that are left.
 """

@@ -17,6 +17,7 @@ SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
+STEADY = 8  # rounds of a size behind which it is known well enough to tell the machine's pace
 PACE = 1 / 4  # weight of a new round in the machine's pace, of which decisions are independent
 
 
@@ -40,9 +41,7 @@ class Costs:
         sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
-        self._means: dict[tuple[str, int], dict[int, Correction]] = {}  # by kind and bits of slots, and by size
-        for each in profile.corrections:
-            self._means.setdefault((each.kind, each.slots), {})[each.size] = each
+        self._means = {(each.kind, each.slots, each.size): each for each in profile.corrections}
         self._pace = 1.0  # how many times longer all passes take now than on average
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
@@ -53,8 +52,7 @@ class Costs:
     def corrected(self) -> Profile:
         """The profile with what rounds have shown."""
         self._read()
-        means = [each for sizes in tuple(self._means.values()) for each in tuple(sizes.values())]
-        return replace(self._profile, corrections=tuple(means))
+        return replace(self._profile, corrections=tuple(self._means.values()))
 
     @property
     def context_s(self) -> float:
@@ -72,10 +70,10 @@ class Costs:
         trees = slots if trees is None or self._padded else trees
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
-            means = self._nearest("verify", slots)
-            sizes, tokens = sorted(means), 1 + (self._tokens - 1) * (trees / slots)
-            ratios = np.interp(2 * np.log2(tokens), sizes, [means[size].ratio for size in sizes]) if sizes else 1.0
-            costs = self._pace * ratios * self._verify_profiled(past, slots, tokens)
+            tokens = 1 + (self._tokens - 1) * (trees / slots)
+            sizes = np.rint(2 * np.log2(tokens)).astype(int)
+            ratios = np.array([self._ratio("verify", slots, size) for size in range(1 + sizes[-1])])
+            costs = self._pace * ratios[sizes] * self._verify_profiled(past, slots, tokens)
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -85,8 +83,7 @@ class Costs:
             return 0.0
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            means = self._nearest("draft", slots)
-            self.kept[key] = self._pace * (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
+            self.kept[key] = self._pace * self._ratio("draft", slots, 0) * self._draft_profiled(past, slots)
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
@@ -110,19 +107,19 @@ class Costs:
         self.kept.clear()
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
-        near, bits = self._nearest(kind, slots), slots.bit_length()
-        means = self._means.setdefault((kind, bits), {})
-        nearest = near[min(near, key=lambda known: abs(known - size))].ratio if near else 1.0
-        mean, rounds = (means[size].ratio, means[size].rounds + 1) if size in means else (nearest, 1)
+        key, mean = (kind, slots.bit_length(), size), self._ratio(kind, slots, size)
+        rounds = self._means[key].rounds + 1 if key in self._means else 1
         weight, steady = max(SLOWEST, 1 / (1 + rounds)), ratio / self._pace
         believed = min(max(steady, mean / OUTLIER), mean * OUTLIER)
-        means[size] = Correction(kind, bits, size, mean + weight * (believed - mean), rounds)
-        self._pace *= (believed / mean) ** (PACE * (1 - weight))
+        self._means[key] = Correction(*key, mean + weight * (believed - mean), rounds)
+        if rounds > STEADY:
+            self._pace *= (believed / mean) ** PACE
 
-    def _nearest(self, kind: str, slots: int) -> dict[int, Correction]:
-        """What is known of the number of slots that is nearest, by powers of two."""
-        known = [bits for each, bits in self._means if each == kind]
-        return self._means[kind, min(known, key=lambda bits: abs(bits - slots.bit_length()))] if known else {}
+    def _ratio(self, kind: str, slots: int, size: int) -> float:
+        """That of the size, or the nearest one known, of the nearest number of slots for which it is."""
+        bits = slots.bit_length()
+        known = [(abs(s - size), abs(b - bits), s, b) for k, b, s in self._means if k == kind]
+        return self._means[kind, min(known)[3], min(known)[2]].ratio if known else 1.0
 
     def _draft_profiled(self, past: int, slots: int) -> float:
         return max(1e-9, float(self._profile.at(past, slots, lambda times: np.array(times.draft_s))))

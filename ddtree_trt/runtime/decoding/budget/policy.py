@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,14 +14,13 @@ from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import STEP, Costs
 from ddtree_trt.runtime.tree import DraftTree, chain
 
-LOSS = 3.0  # single-token passes that a request may lose by drafting since it last gained, ...
-PROBE = 0.3  # ... and times the root of its tokens since then. Where no gain is expected, that alone is for probes
-CREDIT = 4.0  # most of an earlier gain that is set against later losses
-PATIENCE = 8  # requests in a row that lost by drafting, after which others may lose so much less until one gains
-REPAID = 8  # tokens left for each single-token pass that a draft takes longer behind tokens its drafter has not seen
-RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
-REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen before the drafter has probabilities
-REST = 8  # rounds after which requests none of which may draft are weighed again: a plan takes time
+LOSS = 6.0  # single-token passes that a request may lose by drafting since it last gained; the most it is ahead, too
+PROBES, PURSE = 1 / 100, 16.0  # of all single-token passes may be lost by probes; and how many of them are saved up
+REPAID = 8  # tokens left for each pass that a probe, or what a drafter has still to take in, may lose
+RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
+NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what new requests expect
+REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
+REST = 32  # rounds after which requests none of which may draft are weighed again: a plan takes time
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
@@ -76,7 +74,8 @@ class Calibration:
 
 
 class AutoBudgets:
-    """What the automatic budgets of an engine's requests share: the costs of its passes, and a rest of planning."""
+    """What the automatic budgets of an engine's requests share: the costs of passes, what a new request expects, what
+    probes may lose, and a rest of planning."""
 
     def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Drafts = "block") -> None:
         """`max_depth`: most tokens of a path. A drafter by tokens makes chains, of a node in each pass."""
@@ -87,43 +86,27 @@ class AutoBudgets:
         self.sizes = np.arange(1 + max_depth)
         if proposes == "block":
             self.sizes = np.unique(costs.filled[nodes[nodes <= max_nodes]])
+        # Tokens [W] that a new request expects each of `sizes` to add to the one below it: at first all.
+        self.expected: Floats = np.diff(np.minimum(self.sizes, max_depth).astype(float))
+        self.purse = 0.0  # single-token passes that probes may lose
         self.resting: list[AutoBudget] = []  # requests whose next `rest` rounds are without drafts, as was decided
         self.rest, self.single = 0, Decision(0, 1.0, 1.0, 1.0, drafted=False)
-        self._poor = 0  # requests that have lost since one has gained
-
-    @property
-    def share(self) -> float:
-        """The part of its allowance that a request has behind its first draft and before it gains."""
-        return 1.0 if self._poor < PATIENCE else 1 / PATIENCE
-
-    def judge(self, lost: float) -> None:
-        """Learn how many single-token passes a request has lost that drafted."""
-        self._poor = self._poor + 1 if lost > 0 else 0
 
 
 class AutoBudget:
-    """What one request has lost and gained by drafting, and what it expects of a draft."""
+    """What one request has lost by drafting, and what it expects of a draft."""
 
     def __init__(self, shared: AutoBudgets) -> None:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
-        self._loss = 0.0  # single-token passes
-        self._lost = 0.0  # the same, of earlier gains nothing forgotten
-        self._gained = False
-        self._tokens = 0  # since the loss was last a gain
-        self._expect_anew()
-
-    def _expect_anew(self) -> None:
-        """Expect what a new request does: that all is accepted."""
-        self._acceptance = Calibration(self.shared.max_depth)  # of nodes, by their probabilities
-        self._reached = Calibration(self.shared.max_depth, REACHED)  # of depths, whatever the probabilities
-        self._recent: Floats = np.diff(np.minimum(self.shared.sizes, self.shared.max_depth).astype(float))
-        self._weighed = 0
-
-    def may_lose(self, *, probe: bool = False) -> float:
-        """Single-token passes that a round may lose."""
-        share = 1.0 if self._gained or not self._lost else self.shared.share
-        return share * ((0.0 if probe else LOSS) + PROBE * math.sqrt(self._tokens)) - self._loss
+        self.loss = 0.0  # single-token passes
+        self.waited = 0  # tokens since the last draft
+        self._drafts, self._promised, self._kept = 0, 1.0, 1.0  # and the tokens that they were expected to add, and did
+        self._acceptance = Calibration(shared.max_depth)  # of nodes, by their probabilities
+        # Of depths, whatever the probabilities.
+        self._reached = Calibration(shared.max_depth, min(REACHED, float(shared.expected[0])))
+        self._recent, self._weighed = shared.expected.copy(), 1  # over so many drafts and what was expected before them
+        self._latest = self._recent.copy()  # of the last draft alone
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -140,34 +123,32 @@ class AutoBudget:
         accepted = self._acceptance.accepted(tree, deepest)
         if self.shared.proposes == "block":
             self._weighed += 1
+            _native.follow(self._latest, self.shared.sizes, accepted, 1.0)
             _native.follow(self._recent, self.shared.sizes, accepted, max(RECENT, 1 / self._weighed))
         return accepted
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
         """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
         may have cut it: the round is counted, but is no evidence of the draft's quality."""
-        self._tokens += len(path)
+        shared, self.waited = self.shared, self.waited + len(path)
+        shared.purse = min(shared.purse + PROBES * len(path), PURSE)
         if decision.drafted:
-            self._book(decision, tree, path, ends)
-        if ends and self._lost:
-            self.shared.judge(self._lost)
-
-    def _book(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], ends: bool) -> None:
-        """Learn from a round with a draft."""
-        lost = decision.expected_s / decision.single_token_s - len(path)
-        self._lost += lost
-        self._loss = max(self._loss + lost, -CREDIT)
-        if self._lost < 0 and not self._gained:
-            self._gained = True
-            self.shared.judge(self._lost)
-        if decision.probe and lost < 0:
-            self._loss = min(self._loss, 0.0)
-            self._expect_anew()
-        if self._loss <= 0:
-            self._tokens = 0
-        if not ends and len(tree):
+            self.waited, self._drafts = 0, self._drafts + 1
+            self._promised, self._kept = self._promised + decision.expected_tokens - 1, self._kept + len(path) - 1
+            lost = decision.expected_s / decision.single_token_s - len(path)
+            if not decision.probe:
+                self.loss = max(self.loss + lost, -LOSS)
+            else:
+                shared.purse -= lost
+                self._recent, self._weighed = shared.expected.copy(), 1
+                if lost < 0:  # drafting pays again
+                    self.loss, self._recent = min(self.loss, 0.0), self._latest.copy()
+        if ends:
+            proven = min(1.0, self._kept / self._promised) * self.expected(shared.max_depth)
+            shared.expected += min(self._drafts, 4) * NEWS * (proven - shared.expected)
+        elif decision.drafted and len(tree):
             self._acceptance.observe(tree, path)
-            if self.shared.proposes != "block":
+            if shared.proposes != "block":
                 self._reached.observe(chain(np.zeros(tree.depths.max())), np.arange(len(path), dtype=np.int32))
 
 
@@ -191,7 +172,6 @@ class _Prices(NamedTuple):
     nodes_s: Floats  # [max_nodes]: what drafts add of which so many nodes are verified
     least: int  # place in `sizes` of the smallest draft that could pay; 0 where none could
     least_price: float  # what that costs each of the slots, in single-token passes
-    slot_s: Floats  # [max_nodes]: what one more slot with so many nodes adds
 
 
 class RoundPlan:
@@ -204,7 +184,7 @@ class RoundPlan:
         """`ahead`: sizes are chosen before the drafts are seen, as for rounds that a device makes."""
         self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
-        self._gaining: list[int] = []  # those from whose drafts gain is expected; the others probe
+        self._probes = False  # whether those that draft only see whether it pays again
         self._nodes = [s.budget.nodes if s.drafts and isinstance(s.budget, FixedBudget) else 0 for s in slots]
         self._autos = {i: s.budget for i, s in enumerate(slots) if s.drafts and isinstance(s.budget, AutoBudget)}
         if not self._autos:
@@ -226,9 +206,7 @@ class RoundPlan:
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
         context_s, self._unseen = shared.costs.context_s, [s.unseen for s in slots]
-        self._late = {  # those that have too few tokens left to repay what the drafter has still to take in
-            i for i in self._autos if context_s * slots[i].unseen * REPAID > slots[i].left * self._single_s
-        }
+        self._repays = {i: slots[i].left * self._single_s / REPAID - context_s * slots[i].unseen for i in self._autos}
 
     def ceilings(self) -> list[int]:
         """Most nodes to draft for each slot; 0 skips the drafter. Sets the levels of drafts by levels."""
@@ -237,31 +215,38 @@ class RoundPlan:
         self._shared.single = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         for i in self._autos:
             self.decisions[i] = self._shared.single
-        able = [i for i, deepest in self._deepest.items() if deepest and i not in self._late]
+        able = [i for i, deepest in self._deepest.items() if deepest and self._repays[i] >= 0]
         if not able or (self._shared.costs.single_due and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
-        self._choose_gaining(
-            [i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose()], expected
+        self._choose_drafting(
+            [i for i in able if prices.least and prices.least_price <= LOSS - self._autos[i].loss], expected
         )
-        if self._gaining:
-            added = prices.slot_s[int(self._shared.sizes[prices.least]) - 1] / self._single_s
-            self._drafting = [i for i in able if i in self._gaining or added < expected[i].sum()]
-        while able and not self._gaining:
-            prices = self._prices(len(able))
-            self._drafting = [
-                i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose(probe=True)
-            ]
-            if self._drafting == able:
-                break
-            able = self._drafting
+        if drafting := len(self._drafting):  # whose own rows cost less than they bring join, whatever they have lost
+            rest_s = prices.added_s - self._prices(drafting).added_s
+            added = rest_s[prices.least - 1] / max(1, len(able) - drafting) / self._single_s
+            self._drafting = [i for i in able if i in self._drafting or added < expected[i].sum()]
+        else:
+            self._drafting, self._probes = self._probe(able), True
         if self._drafting:
             self._plan_drafts(expected)
         else:
             self._shared.rest = REST
         return self._nodes
 
-    def _choose_gaining(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
+    def _probe(self, able: list[int]) -> list[int]:
+        """The slots that have waited longest for a draft, as few as could gain, if what probes may lose affords it."""
+        shared, count = self._shared, 1
+        able.sort(key=lambda i: -self._autos[i].waited)
+        while count <= len(able):
+            prices, slots = self._prices(count), able[:count]
+            repaid = all(prices.least_price * self._single_s <= self._repays[i] for i in slots)
+            if prices.least and repaid and prices.least_price * count <= shared.purse:
+                return slots
+            count *= 2
+        return []
+
+    def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
         best = self._slots / self._round_s
         if len(slots) > 1:
@@ -269,7 +254,7 @@ class RoundPlan:
         while slots:
             _, rate = self._best_size([expected[i] for i in slots], self._prices(len(slots)).added_s)
             if rate > best:
-                best, self._gaining = rate, slots
+                best, self._drafting = rate, slots
             slots = slots[: len(slots) // 2]
 
     def _best_size(self, gains: Sequence[Floats], added_s: Floats) -> tuple[int, float]:
@@ -288,17 +273,14 @@ class RoundPlan:
         kept, key = shared.costs.kept, (drafting, past // STEP, self._slots, self._passes, deepest)
         if key not in kept:
             draft_s, verify_s = shared.costs.draft_s(past, drafting), shared.costs.verify_s(past, self._slots, drafting)
-            sizes, half = shared.sizes[1:], drafting // 2
+            sizes = shared.sizes[1:]
             passes = self._passes if shared.proposes == "block" else sizes
             added_s = passes * draft_s + verify_s[sizes] - self._round_s
             pays = np.minimum(sizes, deepest) * drafting * self._single_s > added_s
             least = 1 + int(np.argmax(pays)) if pays.any() else 0
             price = float(added_s[least - 1]) / drafting / self._single_s
             nodes_s = self._passes * draft_s + verify_s[1:] - self._round_s
-            fewer_s = shared.costs.verify_s(past, self._slots, half)[1:] if half else verify_s[1:]
-            less_s = self._passes * (draft_s - shared.costs.draft_s(past, half)) if half else 0.0
-            slot_s = np.maximum(0.0, less_s + verify_s[1:] - fewer_s) / (drafting - half)
-            kept[key] = _Prices(added_s, nodes_s, least, price, slot_s)
+            kept[key] = _Prices(added_s, nodes_s, least, price)
         return kept[key]
 
     def _plan_drafts(self, expected: Mapping[int, Floats]) -> None:
@@ -331,27 +313,22 @@ class RoundPlan:
             return nodes
         count, prices = len(self._drafting), self._prices(len(self._drafting))
         least = int(self._shared.sizes[self._lowest.least])
-        accepted = {}
-        for i, tree in drafted:
-            afforded_s = self._autos[i].may_lose() * self._single_s * count
-            most = max(int(prices.nodes_s.searchsorted(afforded_s, side="right")), least)
-            accepted[i] = self._autos[i].weigh(tree, self._deepest[i])[:most]
+        may_lose = self._shared.purse / count if self._probes else LOSS - min(self._autos[i].loss for i, _ in drafted)
+        afforded = prices.nodes_s.searchsorted(may_lose * self._single_s * count, side="right")
+        most = max(int(afforded), least)
+        accepted = {i: self._autos[i].weigh(tree, self._deepest[i])[:most] for i, tree in drafted}
         size, _ = self._best_size(list(accepted.values()), prices.nodes_s)
-        tokens = {i: float(each[:size].sum()) for i, each in accepted.items()}
         spent_s = (
             float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
         )
-        # What all pay for is shared by what each expects: who expects little is not charged for others' rows.
-        slot_s, total = float(prices.slot_s[max(0, size - 1)]), sum(tokens.values())
-        common_s = max(0.0, spent_s - slot_s * count)
         for i, each in accepted.items():
-            nodes[i], share = min(size, len(each)), tokens[i] / total if total else 1 / len(tokens)
-            self._decide(i, nodes[i], tokens[i], slot_s + common_s * share)
+            nodes[i] = min(size, len(each))
+            self._decide(i, nodes[i], float(each[:size].sum()), spent_s / count)
         return nodes
 
     def _decide(self, slot: int, nodes: int, tokens: float, added_s: float) -> None:
-        probe = slot not in self._gaining
-        self.decisions[slot] = Decision(nodes, 1 + tokens, self._single_s + added_s, self._single_s, probe=probe)
+        added_s += self._single_s
+        self.decisions[slot] = Decision(nodes, 1 + tokens, added_s, self._single_s, probe=self._probes)
 
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
