@@ -247,5 +247,5 @@ def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(result.read_text())
     timed = {"attention_microseconds", "microseconds"}
-    assert set(report) == {"trees", "candidates", "compaction", "attention", "bits"} | timed
+    assert set(report) == {"trees", "candidates", "compaction", "attention", "bits", "delta"} | timed
     assert all(part["ok"] for part in report.values())

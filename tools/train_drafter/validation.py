@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ddtree_trt.runtime.candidates import Marginals
-from workbench.ablate.replay import replay
-from workbench.ablate.trees import chain, heap
+from workbench.ablate import chain, heap, replay
 from workbench.drafts import Text
 
 from .blocks import cut_blocks, read_texts

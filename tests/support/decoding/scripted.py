@@ -28,7 +28,7 @@ from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
-from workbench.manifests import bare_manifest
+from workbench.options import bare_manifest
 
 Kind = Literal["dflash", "autoregressive"]
 
@@ -56,7 +56,7 @@ class ScriptedEngine:
     threads = 1
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
-    exact = False
+    inexact: str | None = "it is scripted"
     mixes = False
 
     def __init__(
