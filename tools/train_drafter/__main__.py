@@ -27,9 +27,14 @@ from .training import train_drafter
 from .validation import tokens_per_round
 
 DEFAULTS = Settings()
-GPU = {"sequences": 32, "tokens": 16384, "writers": 3, "batch": 384, "minutes": 20.0}
-CPU = {"sequences": DEFAULTS.drafter.sequences, "tokens": DEFAULTS.drafter.tokens, "writers": 1}
-CPU |= {"batch": DEFAULTS.data.batch, "minutes": 480.0}
+GPU: dict[str, float] = {"sequences": 32, "tokens": 16384, "writers": 3, "batch": 384, "minutes": 20}
+CPU: dict[str, float] = {
+    "sequences": DEFAULTS.drafter.sequences,
+    "tokens": DEFAULTS.drafter.tokens,
+    "writers": 1,
+    "batch": DEFAULTS.data.batch,
+    "minutes": 480,
+}
 
 
 def write_answers(target: Target, args: argparse.Namespace, settings: Settings) -> None:
