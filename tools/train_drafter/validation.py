@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ddtree_trt.drafters.dflash.heads import MARKOV_CANDIDATES
 from ddtree_trt.runtime.candidates import Bilinear, Candidates, Marginals
-from workbench.ablate.replay import replay
-from workbench.ablate.trees import chain, heap
+from workbench.ablate import chain, heap, replay
 from workbench.drafts import Text
 
 from .blocks import Blocks, cut_blocks, read_texts
