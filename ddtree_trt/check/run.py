@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.measure import Session
 from ddtree_trt.bench.prompts import load_prompts
-from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.check.agreement import Text, measure_agreement
 from ddtree_trt.check.findings import (
@@ -30,8 +30,9 @@ from ddtree_trt.check.findings import (
     DraftingFinding,
     GreedyFinding,
     TauFinding,
+    place_in_distribution,
+    uniformity,
 )
-from ddtree_trt.check.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
 from ddtree_trt.runtime.decoding.routing import engine_host_reason

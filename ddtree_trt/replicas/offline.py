@@ -252,7 +252,7 @@ def _engines(
     under way with it."""
     import ray
 
-    from ddtree_trt.replicas.cluster import connected, resources_per_replica, threads_of
+    from ddtree_trt.replicas.deployment import connected, resources_per_replica, threads_of
 
     with connected() as started:
         backend, ranks = load_manifest(engine_dir).backend, options.tensor_parallel_size

@@ -18,9 +18,8 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
+from ddtree_trt.models.decoder import BlockMask, Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.experts import Experts
 
 TYPES = {
     "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
