@@ -212,7 +212,6 @@ class CheckReport:
         return all(verdicts) and self.drafting.passed
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data with every verdict."""
         return {"passed": self.passed, "false_alarm": FALSE_ALARM, **_with_verdicts(self)}
 
 
@@ -228,8 +227,6 @@ def _with_verdicts(value: Any) -> Any:
 
 
 def describe(report: CheckReport) -> list[str]:
-    """The report in lines."""
-
     def line(passed: bool, name: str, text: str) -> str:
         return f"  {'ok  ' if passed else 'FAIL'}  {name:<16} {text}"
 

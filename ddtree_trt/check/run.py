@@ -78,7 +78,6 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
 
 
 def answers(session: Session, prompts: Sequence[list[int]], max_tokens: int) -> list[Text]:
-    """The texts that the target makes of prompts, token by token."""
     outputs = [session.run(ids, Case(AUTOREGRESSIVE.name), max_tokens=max_tokens)[0] for ids in prompts]
     return [Text((*ids, *o.outputs[0].token_ids), len(ids)) for ids, o in zip(prompts, outputs, strict=True)]
 

@@ -285,7 +285,6 @@ def _attention_shapes(dims: TransformerDims) -> dict[str, Shapes]:
 
 
 def _delta_shapes(dims: TransformerDims) -> dict[str, Shapes]:
-    """The same of a gated delta net."""
     assert dims.delta is not None, "a network of attention alone has no other layers"
     d, hidden = dims.delta, dims.hidden_size
     channels, gates, steps, decays = d.projected_widths
@@ -304,12 +303,10 @@ def _delta_shapes(dims: TransformerDims) -> dict[str, Shapes]:
 
 
 def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
-    """The parts of every layer."""
     return [decoder_layer(dims, index, body) for index in range(dims.num_layers)]
 
 
 def final_norm(dims: TransformerDims, body: str = BODY) -> Part:
-    """The norm after the last layer."""
     return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)}, dtype=_dtype(dims, "norm"))
 
 

@@ -110,7 +110,6 @@ def resources_per_replica(
 
 
 def threads_of(options: ServeOptions, cpus: float) -> int:
-    """Threads of an engine that has so many processors."""
     return options.threads or max(1, int(cpus) // options.tensor_parallel_size)
 
 
@@ -155,7 +154,6 @@ class Engine:
         await self._gate.drain(timeout_s)
 
     async def end_all(self) -> None:
-        """End all open requests with an error for their clients."""
         self._gate.end_all()
 
 

@@ -230,14 +230,11 @@ class _Engine:
         return {"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": None}
 
     def close(self) -> None:
-        """Release the engine."""
         self._app.close()
 
 
 @contextmanager
 def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Ask, Starting]]:
-    """An engine in this process."""
-
     async def there() -> None: ...
 
     with closing(_Engine(engine_dir, options)) as engine:

@@ -344,7 +344,6 @@ class AsyncLLM:
         return not closing
 
     def _cancel(self, request: Request) -> None:
-        """Abort the sequences of a request that have not finished."""
         self._cancelled += [s for s in request.sequences if s.finish_reason is None]
         self.core.cancel(request)
 

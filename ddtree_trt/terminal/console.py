@@ -233,7 +233,6 @@ def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, method: str, toke
 
 
 def print_examples(examples: Examples) -> None:
-    """Print the examples with their numbers."""
     width = len(str(len(examples.prompts)))
     for number, prompt in enumerate(examples.prompts, 1):
         for place, line in enumerate(prompt.splitlines()):

@@ -125,7 +125,6 @@ class _Job:
     counted: Counter[str] = field(default_factory=Counter)  # what this request has added to the metrics
 
     def progress(self, part: RequestOutput) -> Counter[str]:
-        """The counters' growth since the last call."""
         now = Counter({name: row.read(part.metrics) for name, row in REQUEST_COUNTERS.items()})
         grown, self.counted = now - self.counted, now
         return grown

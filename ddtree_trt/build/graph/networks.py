@@ -88,7 +88,6 @@ class Network:
         return self.g.linear_quantized(x, self.g.weight(self.prefix + name, stored, shared.values), shared, out)
 
     def norm(self, part: Part) -> str:
-        """A norm's weight."""
         (name,) = part.sources
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
@@ -102,7 +101,6 @@ class Network:
         return f"{self.body}layers.{index}"
 
     def cached(self, index: int) -> Attention:
-        """The inputs of layer `index`'s attention."""
         d = self.dims
         place = d.attention_layers.index(index)
         return Attention(place, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim, d.rotated)
@@ -273,7 +271,6 @@ class TappedNetwork(Network):
         self._target = target
 
     def embedding(self) -> Table:
-        """Its own embedding, or the target's."""
         if not self.dims.own_embedding:
             return embedding_table(self.dims, self._target.tensor, "")
         key = self.prefix + OWN_EMBEDDING

@@ -308,7 +308,6 @@ class Graph(ABC):
         [N, T, sum of `projected_widths`] → [N, T, Hv · Dv], normed and gated."""
 
     def model(self) -> ModelProto:
-        """The finished graph."""
         graph = helper.make_graph(
             list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
         )

@@ -141,7 +141,6 @@ class GrammarCompiler:
         return matcher
 
     def close(self) -> None:
-        """End the process in which constraints are tried, if there is one."""
         with self._lock:
             if (judge := self.__dict__.get("_process")) is not None:
                 judge.close()

@@ -123,7 +123,6 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(data: Answer | str) -> str:
-    """One server-sent event."""
     return f"data: {data if isinstance(data, str) else _json(data)}\n\n"
 
 
