@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from ddtree_trt.cli import app
+from ddtree_trt.runtime.engines.exactness import REASONS
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.serve.options import ServeOptions
 
@@ -35,6 +36,11 @@ def test_links_lead_somewhere(path: Path) -> None:
         made = there.name == "cli.md"  # by tools/documents/docs_site.py
         assert made or there.exists(), f"{path.name} links to {target}"
         assert not anchor or anchor in anchors(there), f"{path.name} links to {target}#{anchor}"
+
+
+def test_every_reason_not_to_be_exact_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    assert [reason for reason in REASONS if f"| {reason} |" not in text] == []
 
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
