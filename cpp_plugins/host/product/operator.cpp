@@ -16,7 +16,8 @@ struct Kernel {
 
     OrtStatus* create(const OrtKernelInfo* info) {
         if (OrtStatus* status = read(info, {{"fine", &fine}, {"parts", &parts}})) return status;
-        return fine < 0 || parts < 0 || (parts & (parts - 1)) ? failed("DDTreeProduct: attributes out of range") : nullptr;
+        return fine < 0 || parts < 0 || (parts & (parts - 1)) ? failed("DDTreeProduct: attributes out of range")
+                                                              : nullptr;
     }
 
     OrtStatus* compute(OrtKernelContext* context) const;
