@@ -28,16 +28,61 @@ SHARED_BYTES = 227 << 10  # of an H100
 SHAPES = [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 4096)]  # of Qwen3-8B
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def load_kernel() -> Any:
+    """The kernel's module, made anew: interpreted or not, as the environment says."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = Path(torch_products.__file__).with_name("product_kernel.py")
-    spec = importlib.util.spec_from_file_location("interpreted_products", path)
+    spec = importlib.util.spec_from_file_location("product_kernel_alone", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.launch
+    return module
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return load_kernel().launch
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "sm"), [(1, 24576, True, 90), (64, 151936, False, 90), (1, 4096, False, 80)]
+)
+def test_it_compiles_for_gpus(
+    rows: int, columns: int, gated: bool, sm: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To machine code. With programmatic dependent launches what comes before the wait are loads of weights alone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = load_kernel()._product
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    height, width, depth, warps, stages = tile_for(rows, columns, 4096, SHARED_BYTES)
+    pdl = sm >= 90
+    constants = {
+        "BM": height,
+        "BN": width,
+        "BK": depth,
+        "GATED": gated,
+        "PDL": pdl,
+        "PIECE": 512 if pdl else 0,
+        "bias": None,
+    }
+    pointers = {"x": "*bf16", "w": "*bf16", "out": "*bf16" if gated else "*fp32"}
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    whole = [name for name in names if types[name] != "constexpr" and name != "rows"]
+    source = ASTSource(kernel, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in whole})
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
+    made = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
+    assert made.asm["cubin"] and made.metadata.shared <= SHARED_BYTES
+    code = made.asm["ptx"]
+    assert "cp.async.cg.shared.global" in code and ("wgmma" in code if rows == 64 else "mma.sync" in code)
+    places = [
+        code.find(word) for word in ("prefetch.L2", "griddepcontrol.wait", "griddepcontrol.launch", "cp.async.cg")
+    ]
+    assert places == sorted(places) and places[0] > 0 if pdl else places[:3] == [-1] * 3
 
 
 def half(*shape: int, seed: int) -> Tensor:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _weight_rows(i, first, columns, BN: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weight's rows for columns i of a tile: where gated, the first half are gates, the others what they let
+    through."""
+    if GATED:
+        half = columns // 2
+        return tl.minimum(first // 2 + i % (BN // 2), half - 1) + i // (BN // 2) * half
+    return tl.minimum(first + i, columns - 1)
+
+
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _product(
-    x: Any, w: Any, bias: Any, out: Any, rows: Any, columns: Any, inner: Any, x_stride: Any, w_stride: Any,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+def _product(  # type: ignore[no-untyped-def]
+    x, w, bias, out, rows, columns, inner, x_stride, w_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     blocks = (rows + BM - 1) // BM  # programs that read the same weights follow each other
     m = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
     first = tl.program_id(0) // blocks * BN
-    n = first + tl.arange(0, BN)
-    if GATED:  # the first half of the tile's columns are gates, the others what they let through
-        i, half = tl.arange(0, BN), columns // 2
-        n = tl.minimum(first // 2 + i % (BN // 2), half - 1) + i // (BN // 2) * half
-    k = tl.arange(0, BK)
+    n, k = first + tl.arange(0, BN), tl.arange(0, BK)
     x_at = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_at = w + tl.minimum(n, columns - 1).to(tl.int64)[None, :] * w_stride + k[:, None]
+    w_at = w + _weight_rows(tl.arange(0, BN), first, columns, BN, GATED).to(tl.int64)[None, :] * w_stride + k[:, None]
+    # What comes before the wait runs beside the kernel before, which writes no weights.
+    if PIECE:
+        i, size = tl.arange(0, 128), tl.full((128,), PIECE, tl.int32)
+        ahead = w + _weight_rows(i % BN, first, columns, BN, GATED).to(tl.int64) * w_stride
+        ahead = ahead.to(tl.pointer_type(tl.int8)) + i // BN * PIECE
+        prefetch: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, $2;"
+        tl.inline_asm_elementwise(prefetch, "=r,l,r", (ahead, size), dtype=tl.int32, is_pure=False, pack=1)
     if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -58,7 +69,9 @@ def launch(
     (rows, inner), columns = x.shape, len(weight)
     height, width, depth, warps, stages = tile
     options = {"launch_pdl": True} if pdl else {}
+    # Of a program's 64 KB, which 128 threads ask for; chunks of prompts are bound by arithmetic.
+    piece = min(512, 2 * inner * width // 128) // 16 * 16 if pdl and height <= 64 else 0
     _product[(triton.cdiv(rows, height) * triton.cdiv(columns, width),)](
         x, weight, bias, out, rows, columns, inner, x.stride(0), weight.stride(0),
-        BM=height, BN=width, BK=depth, GATED=gated, PDL=pdl, num_warps=warps, num_stages=stages, **options,
+        BM=height, BN=width, BK=depth, GATED=gated, PDL=pdl, PIECE=piece, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
