@@ -71,9 +71,8 @@ class Costs:
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
             tokens = 1 + (self._tokens - 1) * (trees / slots)
-            sizes = np.rint(2 * np.log2(tokens)).astype(int)
-            ratios = np.array([self._ratio("verify", slots, size) for size in range(1 + sizes[-1])])
-            costs = self._pace * ratios[sizes] * self._verify_profiled(past, slots, tokens)
+            ratios = np.interp(2 * np.log2(tokens), *self._ratios("verify", slots))
+            costs = self._pace * ratios * self._verify_profiled(past, slots, tokens)
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -83,7 +82,7 @@ class Costs:
             return 0.0
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            self.kept[key] = self._pace * self._ratio("draft", slots, 0) * self._draft_profiled(past, slots)
+            self.kept[key] = self._pace * self._ratios("draft", slots)[1][0] * self._draft_profiled(past, slots)
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
@@ -107,7 +106,7 @@ class Costs:
         self.kept.clear()
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
-        key, mean = (kind, slots.bit_length(), size), self._ratio(kind, slots, size)
+        key, mean = (kind, slots.bit_length(), size), float(np.interp(size, *self._ratios(kind, slots)))
         rounds = self._means[key].rounds + 1 if key in self._means else 1
         weight, steady = max(SLOWEST, 1 / (1 + rounds)), ratio / self._pace
         believed = min(max(steady, mean / OUTLIER), mean * OUTLIER)
@@ -115,11 +114,15 @@ class Costs:
         if rounds > STEADY:
             self._pace *= (believed / mean) ** PACE
 
-    def _ratio(self, kind: str, slots: int, size: int) -> float:
-        """That of the size, or the nearest one known, of the nearest number of slots for which it is."""
-        bits = slots.bit_length()
-        known = [(abs(s - size), abs(b - bits), s, b) for k, b, s in self._means if k == kind]
-        return self._means[kind, min(known)[3], min(known)[2]].ratio if known else 1.0
+    def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
+        """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""
+        near: dict[int, tuple[int, float]] = {}
+        for each in self._means.values():
+            if each.kind == kind:
+                found = abs(each.slots - slots.bit_length()), each.ratio
+                near[each.size] = min(near.get(each.size, found), found)
+        sizes = sorted(near) or [0]
+        return sizes, [near[size][1] if near else 1.0 for size in sizes]
 
     def _draft_profiled(self, past: int, slots: int) -> float:
         return max(1e-9, float(self._profile.at(past, slots, lambda times: np.array(times.draft_s))))
