@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import AHEAD, DraftRequest, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
@@ -126,63 +124,31 @@ def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dfla
 
 
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) -> dict[str, Any]:
-    """Round times with everything on the device: of rounds launched one after another, of stages as separate graphs,
-    and of the whole loop by the host's clock."""
+    """Round times with everything on the device, launched ahead: of drafts and of the rest by its own clock, and of the
+    whole loop by the host's."""
     past, rounds_of = engine.length(0), engine.rounds
     assert rounds_of is not None, "a block drafter has rounds on the device"
     request = RoundRequest(0, bonus, budget)
-    device_round = rounds_of.made_for([request])
-
-    def restart() -> None:
-        engine.truncate(0, past)
-        device_round.start([request])
-
-    restart()
-    for _ in range(3):
-        device_round.step()
-    restart()
-    round_ms = events_ms(device_round.step, engine.device, rounds)
-
-    restart()
-    device_round.step_by_stages(lambda stage: None)
-    stage_ms = dict.fromkeys(ROUND_STAGES, 0.0)
-    marks: list[Any] = []
-
-    def mark(stage: str = "") -> None:
-        if engine.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks.append((stage, event))
-        else:
-            marks.append((stage, time.perf_counter()))
-
-    for _ in range(rounds):
-        mark()
-        device_round.step_by_stages(mark)
-    synchronize(engine.device)
-    for (_, before), (stage, after) in pairwise(marks):
-        if stage:
-            on_gpu = engine.device.type == "cuda"
-            stage_ms[stage] += (before.elapsed_time(after) if on_gpu else 1e3 * (after - before)) / rounds
-
-    engine.truncate(0, past)
+    parts: list[tuple[float, float]] = []
     seen: list[float] = []
     lengths: list[int] = []
-    while len(seen) <= rounds:
-        (result,) = rounds_of.round([request])
+    while len(seen) <= rounds + 3:
+        while rounds_of.ahead < AHEAD:
+            rounds_of.launch([request])
+        results, draft_s, rest_s = rounds_of.read()
         seen.append(time.perf_counter())
-        lengths.append(len(result.tokens))
-        request = replace(request, bonus_token=result.tokens[-1])
-    synchronize(engine.device)
+        parts.append((1e3 * draft_s, 1e3 * rest_s))
+        lengths.append(len(results[0].tokens))
     engine.truncate(0, past)
-    visible_ms = 1e3 * (seen[-1] - seen[0]) / max(1, len(seen) - 1)
+    draft_ms, rest_ms = (statistics.median(times) for times in zip(*parts[3:], strict=True))
+    visible_ms = 1e3 * (seen[-1] - seen[3]) / (len(seen) - 4)
     return {
         "budget": budget,
-        "round_ms": round_ms,
-        "stage_ms": stage_ms,
+        "round_ms": draft_ms + rest_ms,
+        "stage_ms": {"draft": draft_ms, "rest": rest_ms},
         "visible_round_ms": visible_ms,
-        "gap_us": 1e3 * (visible_ms - round_ms),
-        "tokens_per_round": statistics.mean(lengths),
+        "gap_us": 1e3 * (visible_ms - draft_ms - rest_ms),
+        "tokens_per_round": statistics.mean(lengths[3:]),
     }
 
 
