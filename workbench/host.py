@@ -98,7 +98,7 @@ def measure_compaction() -> float:
 class ReadyEngine:
     """The `Engine` protocol without networks: every draft and verdict is an array made before."""
 
-    threads, rounds, buckets, mixes, exact = 1, None, None, True, True
+    threads, rounds, buckets, mixes, inexact = 1, None, None, True, None
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         shape = (vocab_size, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, 8192)

@@ -33,11 +33,11 @@ class Difference:
     expected: int | None  # token of `ar`; None when it had ended
     found: int | None
     gap: float | None  # logits: the target's best minus the worse of the two; None when one output had ended
-    rounding: float  # largest change of a logit of this row that the precision explains
+    rounding: float  # largest change of a logit of this row that the precision explains; 0 in an exact engine
 
     @property
     def explained(self) -> bool:
-        return self.gap is not None and self.gap <= self.rounding
+        return self.gap is not None and self.rounding > 0 and self.gap <= self.rounding
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class CheckReport:
 
     engine: str
     precision: str
+    inexact: str | None  # why the engine's rows may have other bits in other passes; None where none may
     prompts: int
     greedy: tuple[GreedyFinding, ...]
     distribution: tuple[DistributionFinding, ...]
@@ -164,13 +165,15 @@ def describe(report: CheckReport) -> list[str]:
     def line(passed: bool, name: str, text: str) -> str:
         return f"  {'ok  ' if passed else 'FAIL'}  {name:<16} {text}"
 
-    lines = [f"{report.engine}, {report.precision}, {report.prompts} prompts", "", "greedy, against ar"]
+    held = f"up to rounding: {report.inexact}" if report.inexact else "to the bit: this engine is exact"
+    lines = [f"{report.engine}, {report.precision}, {report.prompts} prompts", "", f"greedy, against ar, {held}"]
     for g in report.greedy:
         same = g.prompts - len(g.differences)
         lines.append(line(g.passed, g.case, f"{same}/{g.prompts} identical, τ {g.tau:.2f}"))
         for d in g.differences:
             gap = "one output ends earlier" if d.gap is None else f"logits {d.gap:.1e} apart"
-            why = "a tie within rounding" if d.explained else f"rounding moves them by at most {d.rounding:.1e}"
+            moved = f"rounding moves them by at most {d.rounding:.1e}" if d.rounding else "an exact engine has none"
+            why = "a tie within rounding" if d.explained else moved
             lines.append(f"        {d.prompt}, token {d.position}: {d.expected} became {d.found}; {gap}: {why}")
     if report.distribution:
         at = " and ".join(f"{t:g}" for t in TEMPERATURES)

@@ -1,8 +1,8 @@
 """Checks of `ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter wired right.
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
-the precision rounds, and in an engine that is `exact` none may differ. Distribution: every sampled token's place in the
-target's own distribution is uniform. Golden τ: the mean acceptance length is within the pair's range.
+the precision rounds, and in an exact engine (`engines/exactness.py`) none may differ. Distribution: every sampled
+token's place in the target's own distribution is uniform. Golden τ: the mean acceptance length is in the pair's range.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     with closing(Session(Path(settings.engine), settings)) as session:
-        manifest, limits = session.manifest, session.manifest.limits
+        manifest, limits, inexact = session.manifest, session.manifest.limits, session.engine.inexact
         prompts = {p.id: session.codec.encode(p.opening) for p in load_prompts(settings.prompts, settings.limit)}
         for name, ids in prompts.items():
             if len(ids) + settings.max_tokens > limits.max_seq_len:
@@ -67,6 +67,7 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
     return CheckReport(
         engine=manifest.name,
         precision=manifest.precision,
+        inexact=inexact,
         prompts=len(prompts),
         greedy=greedy,
         distribution=distribution,
@@ -134,7 +135,7 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     # Of equal tokens that are not the first to differ one output has ended: the row is of the longer one.
     row = target_logits(session, prompt, max(expected, found, key=len)[: position + 1])[position]
-    exact = session.engine.exact
+    exact = session.engine.inexact is None
     rounding = 0.0 if exact else PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     a, b = (next(iter(tokens[position : position + 1]), None) for tokens in (expected, found))
     gap = None if a is None or b is None else float(row.max() - min(row[a], row[b]))

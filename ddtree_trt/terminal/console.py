@@ -156,7 +156,9 @@ def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, method: str, toke
     again = llm.generate(prompt, replace(params, method=AR, tree_budget="auto", logprobs=2), use_tqdm=False)[0]
     top = (again.outputs[index].logprobs or [])[at : at + 1]
     gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
-    return f"{method} differs from {AR} at token {at}{gap}"
+    inexact = llm.engine.inexact
+    why = f"this engine is not exact: {inexact}" if inexact else "this engine is exact, so that is a fault"
+    return f"{method} differs from {AR} at token {at}{gap}; {why}"
 
 
 def print_examples(examples: Examples) -> None:

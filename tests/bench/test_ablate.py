@@ -26,7 +26,7 @@ from ddtree_trt.runtime.candidates import Bilinear, Candidates, Marginals
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree
 from workbench import drafts
-from workbench.ablate import build_times, limits_for, main, text
+from workbench.ablate import limits_for, main, text
 from workbench.ablate.replay import Questions, replay
 from workbench.ablate.trees import POLICIES, beam, chain, eagle2, heap, without_conditions
 from workbench.drafts import Text, load, record
@@ -194,12 +194,6 @@ def test_larger_trees_leave_fewer_rows_for_text() -> None:
     for refused, nodes in ((manifest, 4000), (replace(manifest, backend="tensorrt"), 512)):
         with pytest.raises(UsageError, match=r"more than the plans or the cache .*--max-tree-budget"):
             limits_for(refused, nodes)
-
-
-def test_parts_of_a_build_are_measured_for_every_size() -> None:
-    rows = build_times(known([random_draft(i) for i in range(4)], (1, 2, 3, 4, 5)), (2, 8))
-    assert [row["nodes"] for row in rows] == [2, 8] and min(min(row.values()) for row in rows) > 0
-    assert build_times([], (2, 8)) == []
 
 
 def test_the_command_answers_every_question(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import make_pair
 
-from ddtree_trt.artifact.backends import BACKENDS, BackendName
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.build import compile as compiling
 from ddtree_trt.build.checkpoint.outline import Outline
 from ddtree_trt.build.checkpoint.quantization import Quantization
@@ -161,14 +161,6 @@ def test_a_large_target_on_a_cpu_is_told_its_size() -> None:
     assert "GB" not in choose_backend(machine(""), SMALL).reason
     assert "GB" not in choose_backend(machine(""), LARGE, "int8").reason
     assert "GB" in choose_backend(machine("h200"), LARGE).reason
-
-
-def test_every_gpu_that_tensorrt_for_rtx_serves() -> None:
-    for sm in (75, 80, 86, 89, 90, 100, 103, 120, 121):
-        gpu = Gpu("x", "580.1", "90000 MiB", str(sm / 10))
-        assert gpu.sm == sm
-        found = choose_backend(dataclasses.replace(machine("h200 rtx"), gpus=(gpu,))).backend
-        assert found == ("tensorrt-rtx" if sm in BACKENDS["tensorrt-rtx"].sms else "onnxruntime")
 
 
 @pytest.mark.parametrize(

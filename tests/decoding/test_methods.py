@@ -3,7 +3,6 @@ else at its default."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -87,24 +86,6 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pairs" in [case.label for case in engine_cases(make_manifest(6, "dflash", 4, Limits()), ("auto",))]
     cases = BenchSettings("engine", methods=("pairs",)).cases("dflash")
     assert [case.label for case in cases] == [*(method.name for method in BASELINES), "pairs"]
-
-
-def comparisons(tree: ast.AST) -> list[str]:
-    """Expressions that compare something called a method with the name of one."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-            if names & set(METHODS) and "method" in (text := ast.unparse(node)):  # which takes long to write
-                found.append(text)
-    return found
-
-
-def test_nothing_compares_names_of_methods() -> None:
-    for path in [*(ROOT / "ddtree_trt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
-        assert comparisons(ast.parse(path.read_text(encoding="utf-8"))) == [], path
-    code = 'a.method == "ddtree"; method in ("ar", b); method == name; kind == "dflash"'
-    assert comparisons(ast.parse(code)) == ["a.method == 'ddtree'", "method in ('ar', b)"]
 
 
 # Rounds on the device

@@ -18,7 +18,7 @@ PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NATIVE = "ddtree_trt._native"
 HEAVY = {
-    *("gguf", "llguidance", "onnx", "onnxruntime", "prompt_toolkit", "ray", "torch", "transformers"),
+    *("gguf", "llguidance", "onnx", "onnxruntime", "prompt_toolkit", "ray", "torch", "transformers", "triton"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
 OF_SERVERS = {"fastapi", "matplotlib", "prometheus_client", "uvicorn"}
@@ -27,6 +27,7 @@ OF_SERVERS = {"fastapi", "matplotlib", "prometheus_client", "uvicorn"}
 OWNERS = {
     "onnxruntime": ("runtime/engines/onnxruntime/",),
     "torch": ("runtime/engines/torch/",),
+    "triton": ("runtime/engines/torch/product_kernel.py",),
     "tensorrt": ("device/",),
     "tensorrt_rtx": ("device/",),
     "tensorrt_rtx_bindings": ("device/",),

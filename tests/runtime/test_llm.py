@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import random
+import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tqdm import tqdm
 
 import ddtree_trt
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import EngineError, UsageError, install_with
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -232,3 +233,28 @@ def test_outputs_are_printed_without_lists_of_tokens(llm: LLM) -> None:
     shown = repr(output)
     assert repr(output.outputs[0].text) in shown and "completion_tokens=4" in shown
     assert "token_ids" not in shown and "TokenLogprob" not in shown
+
+
+# What `import ddtree_trt` offers, and what it says where the native module is not beside the sources
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_public_names_are_listed() -> None:
+    names = dir(ddtree_trt)
+    assert {"LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "__version__"} <= {*names} == {*ddtree_trt.__all__}
+    assert all(getattr(ddtree_trt, name) is not None for name in names)
+
+
+def test_sources_without_the_native_module_say_what_to_do(tmp_path: Path) -> None:
+    """As in a checkout whose installation is a copy elsewhere: Python meets the sources in the working directory."""
+    (tmp_path / "ddtree_trt").mkdir()
+    for name in ("__init__.py", "errors.py"):
+        (tmp_path / "ddtree_trt" / name).write_text((ROOT / "ddtree_trt" / name).read_text())
+    command = [sys.executable, "-S", "-c", "from ddtree_trt import _native"]  # -S: no installation either
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ddtree_trt.errors.MissingDependency: {tmp_path}/ddtree_trt has no native module (_native); {install_with()}"
+    )

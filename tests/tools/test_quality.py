@@ -48,12 +48,6 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             quality.compare(engine, engine, [1, 2, 3], 8)
 
 
-def test_the_default_text_is_prose() -> None:
-    text = quality.documentation()
-    assert len(text.split()) > 4000
-    assert not any(mark in text for mark in ("\n|", "```", "\n#", "<!--"))
-
-
 def test_the_command_prints_what_it_found(tiny_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quality.main(tiny_engine, tiny_engine, tokens=64, window=32, threads=1)
     lines = capsys.readouterr().out.splitlines()

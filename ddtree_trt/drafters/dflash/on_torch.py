@@ -27,9 +27,10 @@ from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
-from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, head_logits, ready_head, target_ids
+from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, target_ids
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, ready_head
 
 
 class BlockDrafter(BlockOnDevice):
@@ -232,7 +233,7 @@ class Network:
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, masks=self._masks)
         first = d.block_size - d.draft_length
         hidden = hidden[:, first : first + reach]
-        logits = head_logits(hidden.flatten(0, 1), self._head)
+        logits = PYTORCH.logits(hidden.flatten(0, 1), self._head)
         if self._pairs is None:
             logits = self._capped(logits)
         normalised = self._pairs is None

@@ -16,8 +16,9 @@ from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, NewRows
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.torch.attention import Place
-from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, head_logits, ready_head, target_ids
+from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, target_ids
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, ready_head
 
 
 class TorchEagle:
@@ -75,7 +76,7 @@ class TorchEagle:
 
     def _level(self, normed: Tensor, outputs: Tensor, top_k: int) -> Level:
         """The results of rows with these outputs [R, H]."""
-        logits = head_logits(normed, self._head)
+        logits = PYTORCH.logits(normed, self._head)
         log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, self.dims.head_size), kernels=self._kernels)
         if self._target_ids is not None:
             ids = self._target_ids[ids]

@@ -172,8 +172,9 @@ class Engine(Protocol):
         """Whether `verify` takes chunks of prompts beside trees; where it does not, `prefill` makes passes of them."""
 
     @property
-    def exact(self) -> bool:
-        """Whether a row's results have the same bits in every pass, whatever the tree and the other slots."""
+    def inexact(self) -> str | None:
+        """Why a row's results may have other bits in another pass, as with another tree or other slots; None where they
+        never have (`exactness.py`)."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""

@@ -46,7 +46,7 @@ def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[tuple[str, LL
 
 
 def is_exact(llm: LLM) -> bool:
-    return llm.engine.exact
+    return llm.engine.inexact is None
 
 
 class Tie:

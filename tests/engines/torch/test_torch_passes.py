@@ -22,8 +22,8 @@ from ddtree_trt.runtime.engines.passes import LazyRows
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
-from ddtree_trt.runtime.engines.torch.model import head_logits
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
+from ddtree_trt.runtime.engines.torch.products import Products
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -96,11 +96,12 @@ def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
     at."""
     rows: list[int] = []
 
-    def record(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return head_logits(hidden, weight)
+    class Recorded(Products):
+        def logits(self, hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            rows.append(len(hidden))
+            return super().logits(hidden, head, out)
 
-    monkeypatch.setattr("ddtree_trt.drafters.dflash.on_torch.head_logits", record)
+    monkeypatch.setattr("ddtree_trt.drafters.dflash.on_torch.PYTORCH", Recorded())
     fill(engine, (9, 12))
     longest = engine.manifest.drafting.dims.draft_length
     for nodes, reach in ((1, 1), (3, 3), (2 * longest, longest)):

@@ -56,7 +56,7 @@ class ScriptedEngine:
     threads = 1
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
-    exact = False
+    inexact: str | None = "it is scripted"
     mixes = False
 
     def __init__(

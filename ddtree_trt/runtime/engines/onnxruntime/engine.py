@@ -15,6 +15,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
@@ -38,8 +39,7 @@ class OrtEngine:
 
     def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
         self.manifest = manifest
-        # Of a mixture of experts a product depends on how many rows of the pass choose the expert.
-        self.exact = manifest.target_dims.experts is None
+        self.inexact = why_inexact(manifest)
         weights = manifest.files[artifact.WEIGHTS].size
         threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
         self.threads = threads

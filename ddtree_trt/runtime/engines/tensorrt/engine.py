@@ -26,6 +26,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
 from ddtree_trt.runtime.engines.tensorrt.delta import DeltaStates, kept_addresses
@@ -52,12 +53,12 @@ class TrtEngine:
 
     threads = 1
     rounds = None
-    exact = False
     mixes = False
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
         """Takes ownership of `loaded`, which `close` releases."""
         self.manifest = manifest
+        self.inexact = why_inexact(manifest)
         self.limits = manifest.limits
         self.device: Device = loaded.device
         self.buckets = buckets(1 + self.limits.max_tree_budget)

@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.weight_layout import DRAFTER
+from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET
 from ddtree_trt.device import memory
 from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.exactness import ATTENTION, why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.model import DrafterParts, Weights
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, fixed_order
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -46,7 +48,6 @@ from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
-    exact = False
     mixes = False
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
@@ -62,7 +63,13 @@ class TorchEngine:
         dtype = DTYPES[manifest.precision]
         scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
         attention = attention_for(device, dtype, dims.head_dim, scratch)
-        self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device, shard)
+        kernels = device.type == "cuda" and attention.kernels
+        self.inexact, products = why_inexact(manifest, kernels=kernels, ranks=shard.size), PYTORCH
+        if self.inexact is None:
+            products, self.inexact = fixed_order({n: w for n, w in weights.items() if n.startswith(TARGET)}, device)
+            self.inexact = self.inexact or ATTENTION
+        taps = manifest.drafting.tap_layers
+        self.target = TargetPass(manifest, weights, taps, attention, device, shard, products)
         drafter_dtype = weights[f"{DRAFTER}norm"].dtype  # a block drafter may have another precision than its target
         own_attention = attention_for(device, drafter_dtype, draft_dims.head_dim, scratch)
         slots, rows = self.limits.max_batch, self.target.cache.rows

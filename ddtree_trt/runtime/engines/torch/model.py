@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Part, TransformerDims, decoder_layers
@@ -24,6 +23,7 @@ from ddtree_trt.runtime.engines.torch.experts import mixture
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products, ready_head
 
 Weights = Mapping[str, Tensor]
 Sublayer = Callable[[Tensor], Tensor]
@@ -67,9 +67,11 @@ class Decoder:
         attention: Attention,
         around: Around | None = None,
         shard: Shard = ALONE,
+        products: Products = PYTORCH,
     ) -> None:
         """`dims` and weights are those of the shard. `around` is called in the place of each sublayer."""
         self._shard = shard
+        self._product = products
         self.dims = dims
         self.cache = cache
         self.attention = attention
@@ -83,7 +85,7 @@ class Decoder:
     def attend(self, index: int, h: Tensor, positions: Tensor, place: Place, mode: MaskMode, window: int = 0) -> Tensor:
         """Attention of layer `index` over rows h [N, T, H], whose keys and values go into the cache: [N, T, H]."""
         d, layer = self.dims, self.layers[index]
-        projected, gates = F.linear(h, layer.qkv, layer.qkv_bias), None
+        projected, gates = self._product(h, layer.qkv, layer.qkv_bias), None
         if d.delta is not None:
             query, gates, *others = projected.split(d.projected_widths, -1)
             projected = torch.cat((query, *others), -1)
@@ -98,7 +100,7 @@ class Decoder:
         )
         seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window).flatten(2)
         seen = seen if gates is None else seen * gates.sigmoid()
-        return self._shard.all_reduce(F.linear(seen, layer.o))
+        return self._shard.all_reduce(self._product(seen, layer.o))
 
     def recur(self, index: int, h: Tensor, slots: Tensor, ancestors: Ancestors) -> Tensor:
         """The gated delta net of layer `index` over rows h [N, T, H] of these slots: [N, T, H]."""
@@ -106,8 +108,8 @@ class Decoder:
         assert d.delta is not None and states is not None, "a hybrid has a cache with states"
         parts = tuple(part for part in (layer.conv, layer.decay, layer.step_bias, layer.head_norm) if part is not None)
         before = states.of_pass(index, slots, h.shape[1])
-        found = delta_net(F.linear(h, layer.qkv), d.delta, parts, d.rms_norm_eps, ancestors, *before)
-        return F.linear(found.to(h.dtype), layer.o)
+        found = delta_net(self._product(h, layer.qkv), d.delta, parts, d.rms_norm_eps, ancestors, *before)
+        return self._product(found.to(h.dtype), layer.o)
 
     def mlp(self, layer: Layer, h: Tensor) -> Tensor:
         """SwiGLU of rows h [N, T, H], or that of the experts they choose: [N, T, H]."""
@@ -115,10 +117,13 @@ class Decoder:
             weights = layer.router, layer.gate_up, layer.down
             mixed = mixture(h, *weights, self.dims.experts, self.math.swiglu)
             if layer.shared_gate_up is not None and layer.shared_down is not None and layer.shared_gate is not None:
-                shared = F.linear(self.math.swiglu(F.linear(h, layer.shared_gate_up)), layer.shared_down)
-                mixed = mixed + F.linear(h, layer.shared_gate).sigmoid() * shared
+                shared = self._product(
+                    self._product.swiglu(h, layer.shared_gate_up, self.math.swiglu), layer.shared_down
+                )
+                mixed = mixed + self._product(h, layer.shared_gate).sigmoid() * shared
             return self._shard.all_reduce(mixed)
-        return self._shard.all_reduce(F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down))
+        inner = self._product.swiglu(h, layer.gate_up, self.math.swiglu)
+        return self._shard.all_reduce(self._product(inner, layer.down))
 
     def run(
         self,
@@ -192,6 +197,7 @@ class LanguageModel:
         attention: Attention,
         taps: tuple[int, ...] = (),
         shard: Shard = ALONE,
+        products: Products = PYTORCH,
     ) -> None:
         """`dims` and weights are those of the shard, apart from `vocab_size`."""
         self.dims = dims
@@ -200,7 +206,8 @@ class LanguageModel:
         self.vocabulary = Vocabulary(dims.vocab_size, shard)
         self.embedding = weights[f"{prefix}embedding"]
         self.head = ready_head(weights.get(f"{prefix}head", self.embedding))
-        self._decoder = Decoder(dims, weights, prefix, cache, attention, shard=shard)
+        self._decoder = Decoder(dims, weights, prefix, cache, attention, shard=shard, products=products)
+        self._product = products
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings [..., H] of token_ids int [...]."""
@@ -216,7 +223,7 @@ class LanguageModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
-        return head_logits(hidden, self.head, out)
+        return self._product.logits(hidden, self.head, out)
 
 
 @dataclass(frozen=True)
@@ -228,18 +235,3 @@ class DrafterParts:
     cache: DeviceCache  # its own
     attention: Attention  # likewise
     graphs: Graphs
-
-
-def ready_head(head: Tensor) -> Tensor:
-    """A head as `head_logits` takes it: float32 sums of half-precision products are available in CUDA only."""
-    return head if head.is_cuda else head.float()
-
-
-def head_logits(hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 [R, V] of hidden states [R, H], kept in the float32 they are summed in: half precisions have steps
-    between large logits in which different tokens would look equal."""
-    if out is None:
-        out = torch.empty(len(hidden), len(head), device=hidden.device)
-    if hidden.is_cuda and head.dtype != torch.float32:
-        return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
-    return torch.mm(hidden.to(head.dtype), head.t(), out=out)

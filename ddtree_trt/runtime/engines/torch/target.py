@@ -27,6 +27,7 @@ from ddtree_trt.runtime.engines.torch.delta import States
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
 
@@ -57,6 +58,7 @@ class TargetPass:
         attention: Attention,
         device: torch.device,
         shard: Shard = ALONE,
+        products: Products = PYTORCH,
     ) -> None:
         """`weights` by the names of `weight_layout`; `taps`: the layers whose outputs are the drafter's input."""
         limits, dims, dtype = manifest.limits, manifest.target_dims, DTYPES[manifest.precision]
@@ -71,7 +73,7 @@ class TargetPass:
         if dims.delta is not None:
             states = States(dims, slots, limits.snapshot_every, max(rows, tokens), dtype, device)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=kernels, states=states)
-        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard)
+        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard, products)
         self.logits = torch.empty(slots * tokens, self.network.vocabulary.rows, device=device)
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))

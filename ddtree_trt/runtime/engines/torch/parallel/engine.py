@@ -61,7 +61,6 @@ class ParallelEngine:
     which rank failed and how. Ctrl-C waits for the end of a pass, and the engine goes on.
     """
 
-    exact = False
     mixes = False
     rounds = None  # rounds on the device have no host that could lead other ranks
 
@@ -78,7 +77,7 @@ class ParallelEngine:
         # Latencies depend on the number of ranks: the toolchain is a part of the latency profile's fingerprint.
         toolchain = {**engine.manifest.toolchain, RANKS: str(group.size)}
         self.manifest = replace(manifest, toolchain=toolchain)
-        self.threads = engine.threads
+        self.threads, self.inexact = engine.threads, engine.inexact
         self._engine, self._group, self._workers = engine, group, workers
         self._waiting: list[EngineCall] = []  # done here, and not sent yet
         self._failure: str | None = None

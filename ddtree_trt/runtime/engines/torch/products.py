@@ -1,0 +1,165 @@
+"""Matrix products: PyTorch's, and on GPUs those that add every row's products in one order.
+
+cuBLAS takes another kernel for another number of rows, and with it another order: a token's logits would depend on the
+size of the tree it is verified in. Here one program computes a tile of the result over all of K, in rising order and
+with one sum per element, whatever the tile's size, so that a row's bits depend on nothing but the row. Weights are read
+at the speed of memory all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddtree_trt.errors import told
+
+_logger = logging.getLogger("ddtree_trt.torch")
+_CHECKED = (1, 3, 17, 65, 200)  # rows of the products that are compared when an engine is opened: all heights of tiles
+_STEP = 16  # of K: what one instruction multiplies
+_PDL_SM = (9, 0)  # the first with programmatic dependent launches
+
+
+class Tile(NamedTuple):
+    """What one program computes: `height` rows and `width` columns, in steps of `depth` along K."""
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int  # of loads in flight
+
+
+# By the height of the tile, for weights with at most so many rows: (width, depth, warps, stages). Those of 16 and 64
+# rows are the fastest measured on an H100, over the shapes of Qwen3-8B; the others are chosen without a measurement.
+_TILES: tuple[tuple[float, dict[int, tuple[int, int, int, int]]], ...] = (
+    (4096, {16: (32, 256, 4, 4), 64: (32, 256, 4, 4), 128: (32, 128, 8, 4)}),
+    (8191, {16: (32, 128, 4, 5), 64: (64, 128, 4, 4), 128: (64, 128, 8, 4)}),
+    (65536, {16: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 128, 8, 4)}),
+    (math.inf, {16: (64, 128, 4, 4), 64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}),
+)
+_MANY = Tile(128, 128, 64, 8, 4)  # of more than 128 rows: chunks of prompts, batches of trees
+
+
+def tile_for(rows: int, columns: int, inner: int, shared_bytes: int) -> Tile:
+    """The tile of a product of `rows` rows with weights [columns, inner] on a GPU whose programs have so much shared
+    memory; `inner` is a multiple of 16."""
+    tile = _MANY
+    for height, rest in next(tiles for most, tiles in _TILES if columns <= most).items():
+        if rows <= height:
+            tile = Tile(height, *rest)
+            break
+    depth = math.gcd(tile.depth, inner)
+    stages = shared_bytes // (2 * depth * (tile.height + tile.width))
+    return tile._replace(depth=depth, stages=max(1, min(tile.stages, stages)))
+
+
+class Products:
+    """PyTorch's, of rows x [..., K] with weights [N, K]."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., N], of x's type; the bias is [N]."""
+        return F.linear(x, weight, bias)
+
+    def swiglu(self, x: Tensor, weight: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu(gates) · values [..., N / 2], the halves of the product's columns; `swiglu` computes it of these."""
+        return swiglu(self(x, weight))
+
+    def logits(self, hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 [R, V] of hidden states [R, K], kept in the float32 they are summed in: half precisions have steps
+        between large logits in which different tokens would look equal."""
+        if out is None:
+            out = torch.empty(len(hidden), len(head), device=hidden.device)
+        if hidden.is_cuda and head.dtype != torch.float32:
+            return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
+        return torch.mm(hidden.to(head.dtype), head.t(), out=out)
+
+
+PYTORCH = Products()
+
+
+def ready_head(head: Tensor) -> Tensor:
+    """A head as `Products.logits` takes it: float32 sums of half-precision products are available in CUDA only."""
+    return head if head.is_cuda else head.float()
+
+
+class FixedOrder(Products):
+    """By our kernel, for weights [N, K] in half precision of which K is a multiple of 16."""
+
+    def __init__(self, launch: Callable[..., None], shared_bytes: int, *, pdl: bool) -> None:
+        """`launch` is `product_kernel`'s; `shared_bytes` as `tile_for`; `pdl`: programmatic dependent launches."""
+        self._launch = launch
+        self._shared_bytes = shared_bytes
+        self._pdl = pdl
+        self._one_height: set[torch.Size] = set()  # of weights whose products all have tiles of 64 rows
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._run(x, weight, bias, x.new_empty(*x.shape[:-1], len(weight)))
+
+    def swiglu(self, x: Tensor, weight: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._run(x, weight, None, x.new_empty(*x.shape[:-1], len(weight) // 2), gated=True)
+
+    def logits(self, hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(len(hidden), len(head), device=hidden.device)
+        return self._run(hidden.to(head.dtype), head, None, out)
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        height = 64 if weight.shape in self._one_height else len(rows)
+        columns, inner = weight.shape
+        tile = tile_for(height, columns, inner, self._shared_bytes)
+        if len(rows):
+            self._launch(rows, weight, bias, out, tile, gated=gated, pdl=self._pdl)
+        return out
+
+    def holds(self, name: str, weight: Tensor) -> bool:
+        """Whether rows have the same bits in products of all heights with a target's weight of that name. Where they
+        have not at first, all of its products are made in tiles of 64 rows from then on, and a line says so."""
+        if self._equal(name, weight):
+            return True
+        self._one_height.add(weight.shape)
+        _logger.warning(
+            "products with weights %s have other bits in other tiles here: all are made in tiles of 64 rows, which "
+            "makes passes over few rows slower",
+            list(weight.shape),
+        )
+        return self._equal(name, weight)
+
+    def _equal(self, name: str, weight: Tensor) -> bool:
+        """Compare products of three rows again and again, one below the other."""
+        three = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        gated, table = name.endswith("gate_up"), name.endswith(("head", "embedding"))
+        pick = partial(self.swiglu, swiglu=F.silu) if gated else self.logits if table else self
+        expected = pick(three, weight)
+        for rows in _CHECKED:
+            number = torch.arange(rows, device=weight.device) % 3
+            if not torch.equal(pick(three[number], weight), expected[number]):
+                return False
+        return True
+
+
+def fixed_order(weights: Mapping[str, Tensor], device: torch.device) -> tuple[Products, str | None]:
+    """Products in one order for the matrices [N, K] among the weights of a network on a GPU, and None; where they
+    cannot be had, PyTorch's or the best there are, and why. Every shape is tried: what one release of Triton compiles
+    to equal bits, another may not."""
+    matrices = {(name.rpartition(".")[2], *each.shape): each for name, each in weights.items() if each.ndim == 2}
+    if odd := [inner for _, _, inner in matrices if inner % _STEP]:
+        return PYTORCH, f"of its weights some have {odd[0]} columns, no multiple of {_STEP}"
+    try:
+        from ddtree_trt.runtime.engines.torch import product_kernel
+
+        properties = torch.cuda.get_device_properties(device)
+        shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+        products = FixedOrder(product_kernel.launch, shared, pdl=(properties.major, properties.minor) >= _PDL_SM)
+        unequal = [name for (name, *_), weight in matrices.items() if not products.holds(name, weight)]
+    except Exception as error:  # no Triton, one of another API, or no C compiler for it
+        _logger.warning("products in one order do not work here (%s): PyTorch makes them", told(error))
+        return PYTORCH, f"Triton, which makes its products in one order, does not work here ({told(error)})"
+    return products, f"the products of {unequal[0]} have other bits in passes of other sizes" if unequal else None

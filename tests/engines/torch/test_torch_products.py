@@ -1,0 +1,219 @@
+"""Products whose rows have the same bits whatever their number, by the kernel's own source, interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numerics import random_tree
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.exactness import ATTENTION, KERNELS
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.torch import engine as torch_engine
+from ddtree_trt.runtime.engines.torch import products as torch_products
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.products import FixedOrder, Tile, fixed_order, tile_for
+
+ROWS = (1, 3, 17, 65, 200)
+SHARED_BYTES = 227 << 10  # of an H100
+SHAPES = [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 4096)]  # of Qwen3-8B
+
+
+def load_kernel() -> Any:
+    """The kernel's module, made anew: interpreted or not, as the environment says."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    path = Path(torch_products.__file__).with_name("product_kernel.py")
+    spec = importlib.util.spec_from_file_location("product_kernel_alone", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return load_kernel().launch
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "sm"), [(1, 24576, True, 90), (64, 151936, False, 90), (1, 4096, False, 80)]
+)
+def test_it_compiles_for_gpus(
+    rows: int, columns: int, gated: bool, sm: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To machine code. With programmatic dependent launches what comes before the wait are loads of weights alone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = load_kernel()._product
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    height, width, depth, warps, stages = tile_for(rows, columns, 4096, SHARED_BYTES)
+    pdl = sm >= 90
+    constants = {
+        "BM": height,
+        "BN": width,
+        "BK": depth,
+        "GATED": gated,
+        "PDL": pdl,
+        "PIECE": 512 if pdl else 0,
+        "bias": None,
+    }
+    pointers = {"x": "*bf16", "w": "*bf16", "out": "*bf16" if gated else "*fp32"}
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    whole = [name for name in names if types[name] != "constexpr" and name != "rows"]
+    source = ASTSource(kernel, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in whole})
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
+    made = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
+    assert made.asm["cubin"] and made.metadata.shared <= SHARED_BYTES
+    code = made.asm["ptx"]
+    assert "cp.async.cg.shared.global" in code and ("wgmma" in code if rows == 64 else "mma.sync" in code)
+    places = [
+        code.find(word) for word in ("prefetch.L2", "griddepcontrol.wait", "griddepcontrol.launch", "cp.async.cg")
+    ]
+    assert places == sorted(places) and places[0] > 0 if pdl else places[:3] == [-1] * 3
+
+
+def half(*shape: int, seed: int) -> Tensor:
+    """Of type fp16: the interpreter multiplies no bf16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+@pytest.mark.parametrize(("columns", "inner", "biased"), [(100, 576, True), (33, 48, False), (8, 16, False)])
+def test_rows_are_those_of_any_number_of_rows(
+    launch: Callable[..., None], columns: int, inner: int, biased: bool
+) -> None:
+    """Widths that no tile divides, in fp16 and with logits of float32; nothing is written beside the result."""
+    products = FixedOrder(launch, SHARED_BYTES, pdl=False)
+    x, weight = half(max(ROWS), inner, seed=0), half(columns, inner, seed=1)
+    bias = half(columns, seed=2) if biased else None
+    exact = x.double() @ weight.double().t()
+    whole, logits = products(x, weight, bias), products.logits(x, weight)
+    torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(whole.double(), exact + (0 if bias is None else bias.double()), atol=1e-3, rtol=2**-11)
+    for rows in ROWS:
+        assert torch.equal(products(x[:rows, None], weight, bias), whole[:rows, None])
+        out = torch.full((rows + 1, columns), math.nan)
+        assert torch.equal(products.logits(x[:rows], weight, out[:rows]), logits[:rows]) and out[rows:].isnan().all()
+
+
+@pytest.mark.parametrize(("inner", "columns"), [(64, 24), (48, 100), (16, 130)])
+def test_swiglu_is_that_of_the_product(launch: Callable[..., None], inner: int, columns: int) -> None:
+    products = FixedOrder(launch, SHARED_BYTES, pdl=False)
+    x, weight = half(max(ROWS), inner, seed=3), half(2 * columns, inner, seed=4)
+    gates, values = products(x, weight).double().chunk(2, -1)
+    whole = products.swiglu(x, weight, F.silu)
+    torch.testing.assert_close(whole.double(), F.silu(gates) * values, atol=1e-4, rtol=1.02 * 2**-11)
+    for rows in ROWS:
+        assert torch.equal(products.swiglu(x[:rows], weight, F.silu), whole[:rows])
+
+
+def test_rows_and_weights_may_lie_apart(launch: Callable[..., None]) -> None:
+    products = FixedOrder(launch, SHARED_BYTES, pdl=False)
+    x, weight = half(5, 96, seed=5)[:, 16:64], half(40, 64, seed=6)[:, :48]
+    assert torch.equal(products(x, weight), products(x.contiguous(), weight.contiguous()))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 163 << 10, 99 << 10])
+def test_tiles_fit(shape: tuple[int, int], shared_bytes: int) -> None:
+    for rows in (*range(1, 130), 2048):
+        tile = tile_for(rows, *shape, shared_bytes)
+        assert tile.height >= min(rows, 128) and shape[1] % tile.depth == 0
+        assert 2 * tile.stages * tile.depth * (tile.height + tile.width) <= shared_bytes
+    assert tile_for(1, 6144, 4096, SHARED_BYTES) == Tile(16, 32, 128, 4, 5)  # as measured
+    assert tile_for(64, 151936, 4096, SHARED_BYTES) == Tile(64, 128, 128, 8, 3)
+
+
+def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, **kind: bool) -> None:
+    """In the kernel's place, row by row, so that the bits do not depend on their number."""
+    found = torch.cat([F.linear(row[None], weight, bias) for row in x])
+    if kind["gated"]:
+        gates, values = found.chunk(2, -1)
+        found = F.silu(gates) * values
+    out.view(found.shape).copy_(found)
+
+
+def other_bits(*heights: int) -> Callable[..., None]:
+    """The same, but for tiles of these heights in other bits."""
+
+    def launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, **kind: bool) -> None:
+        by_pytorch(x, weight, bias, out, tile, **kind)
+        if tile.height in heights:
+            out[len(x) // 2].nextafter_(torch.tensor(math.inf))
+
+    return launch
+
+
+def test_tiles_with_other_bits_are_found(caplog: pytest.LogCaptureFixture) -> None:
+    """And replaced by that of 64 rows, if that is enough."""
+    weight = torch.randn(40, 32, generator=torch.Generator().manual_seed(7))
+    for name in ("target.layers.0.o", "target.layers.0.gate_up", "target.head"):
+        assert FixedOrder(by_pytorch, SHARED_BYTES, pdl=False).holds(name, weight)
+        for height in (16, 128):
+            caplog.clear()
+            products = FixedOrder(other_bits(height), SHARED_BYTES, pdl=False)
+            assert products.holds(name, weight) and "tiles of 64 rows" in caplog.text
+            assert torch.equal(products(weight[:5, :32], weight), by_rows(weight[:5, :32], weight))
+        assert not FixedOrder(other_bits(64), SHARED_BYTES, pdl=False).holds(name, weight)
+
+
+def by_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat([F.linear(row[None], weight) for row in x])
+
+
+def test_where_the_kernel_does_not_work_pytorch_makes_products(caplog: pytest.LogCaptureFixture) -> None:
+    """As here, on a CPU."""
+    products, reason = fixed_order({"target.layers.0.o": torch.ones(32, 32)}, torch.device("cpu"))
+    assert type(products) is torch_products.Products and reason is not None and "Triton" in reason
+    assert "PyTorch makes them" in caplog.text
+    _, reason = fixed_order({"target.layers.0.o": torch.ones(32, 24)}, torch.device("cpu"))
+    assert reason is not None and "24 columns, no multiple of 16" in reason
+
+
+@pytest.fixture
+def both(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TorchEngine, TorchEngine, set[int]]]:
+    """An engine as it is on a CPU, one as it is on a GPU, and the addresses of the weights the latter multiplied."""
+    used: set[int] = set()
+
+    def launch(x: Tensor, weight: Tensor, bias: Any, out: Tensor, tile: Tile, **kind: bool) -> None:
+        used.add(weight.data_ptr())
+        by_pytorch(x, weight, bias, out, tile, **kind)
+
+    plain = open_engine(directory, threads=1)
+    monkeypatch.setattr(torch_engine, "why_inexact", lambda *_, **__: None)
+    products = FixedOrder(launch, SHARED_BYTES, pdl=False)
+    monkeypatch.setattr(torch_engine, "fixed_order", lambda *_: (products, None))
+    fixed = open_engine(directory, threads=1)
+    assert isinstance(plain, TorchEngine) and isinstance(fixed, TorchEngine)
+    yield plain, fixed, used
+    plain.close()
+    fixed.close()
+
+
+def test_an_engine_makes_all_products_of_its_target_by_them(
+    both: tuple[TorchEngine, TorchEngine, set[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, fixed, used = both
+    rng, found = np.random.default_rng(0), []
+    tree, prompt = random_tree(rng, 20, 2048), rng.integers(5, 2048, 30)
+    for engine in (plain, fixed):
+        engine.prefill(0, prompt, rows="none", taps=True)
+        (verdict,) = engine.verify([VerifyRequest(0, tree)])
+        found.append(np.asarray(verdict.logits))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+    network = fixed.target.network
+    matrices = [network.head, *(w for each in network._decoder.layers for w in vars(each).values() if w is not None)]
+    assert used == {w.data_ptr() for w in matrices if w.ndim == 2}
+    assert (fixed.inexact, plain.inexact) == (ATTENTION, KERNELS)
