@@ -5,15 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddtree_trt.runtime.engines.base import AHEAD, DraftRequest, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.core import EngineCore
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
+from ddtree_trt.runtime.engines.base import AHEAD, DraftRequest, Engine, FinishedRound, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.profile import measure
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
+from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
+from workbench.host import TOKENIZER
 
 
 def synchronize(device: torch.device) -> None:
@@ -21,12 +30,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fill(engine: Engine, tokens: np.ndarray) -> int:
-    """Empty slot 0 and prefill these tokens; returns the target's next token."""
+def fill(engine: Engine, tokens: np.ndarray, slot: int = 0) -> int:
+    """Empty the slot and prefill these tokens; returns the target's next token."""
     chunk = engine.manifest.limits.prefill_chunk
-    engine.truncate(0, 0)
+    engine.truncate(slot, 0)
     for start in range(0, len(tokens), chunk):
-        verdict = engine.prefill(0, tokens[start : start + chunk], rows="last", taps=True)
+        verdict = engine.prefill(slot, tokens[start : start + chunk], rows="last", taps=True)
     return int(verdict.choices[-1])
 
 
@@ -149,6 +158,64 @@ def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) ->
         "visible_round_ms": visible_ms,
         "gap_us": 1e3 * (visible_ms - draft_ms - rest_ms),
         "tokens_per_round": statistics.mean(lengths[3:]),
+    }
+
+
+def time_batches(engine: TorchEngine, past: int, rounds: int) -> list[dict[str, float]]:
+    """Milliseconds on the device of rounds of N slots behind `past` tokens with trees of T tokens, of all sizes that
+    have graphs: drafts (of N slots, 0 where there is none) and the rest."""
+    vocab, rounds_of = engine.manifest.target_dims.vocab_size, engine.rounds
+    assert rounds_of is not None, "a block drafter has rounds on the device"
+    rng, slots = np.random.default_rng(0), engine.limits.max_batch
+    bonus = [fill(engine, rng.integers(0, vocab - 1, past), slot) for slot in range(slots)]
+    found = []
+    for n, tokens in rounds_of.shapes.verifications():
+        parts = []
+        for _ in range(rounds + 2):
+            rounds_of.launch([RoundRequest(slot, bonus[slot], tokens - 1) for slot in range(n)])
+            parts.append(rounds_of.read()[1:])
+        draft_ms, rest_ms = (1e3 * statistics.median(times) for times in zip(*parts[2:], strict=True))
+        found.append({"slots": n, "tokens": tokens, "draft_ms": draft_ms, "rest_ms": rest_ms})
+        for slot in range(n):
+            engine.truncate(slot, past)
+    return found
+
+
+def time_steps(engine: TorchEngine, slots: int, steps: int, **params: Any) -> dict[str, float]:
+    """Milliseconds of a scheduler's step over so many requests, and of the graphs in it."""
+    rounds_of, graphs_ms, seen = engine.rounds, list[float](), list[float]()
+    assert rounds_of is not None, "a block drafter has rounds on the device"
+    codec, profile = TextCodec(TOKENIZER, {}), measure(engine)
+    nodes, kind = engine.limits.max_tree_budget, engine.manifest.drafting
+    costs = Costs(profile, nodes, engine.buckets)
+    core = EngineCore(engine, codec, AutoBudgets(costs, nodes, kind.longest_draft), EngineOptions(device_rounds="on"))
+    read = rounds_of.read
+
+    def record() -> FinishedRound:
+        done = read()
+        graphs_ms.append(1e3 * (done.draft_s + done.rest_s))
+        return done
+
+    rounds_of.read = record  # type: ignore[method-assign]
+    wanted = SamplingParams(max_tokens=engine.limits.max_seq_len - 16, ignore_eos=True, **params)
+    requests = [core.maker.make([*range(5, 5 + 8)], wanted) for _ in range(slots)]
+    try:
+        for request in requests:
+            core.add(request)
+        while len(core.scheduler.running) < slots:
+            core.scheduler.step()
+        for _ in range(steps + 3):
+            core.scheduler.step()
+            seen.append(time.perf_counter())
+        del graphs_ms[:-steps]
+    finally:
+        del rounds_of.read
+        for request in requests:
+            core.cancel(request)
+    return {
+        "slots": slots,
+        "step_ms": 1e3 * statistics.median(after - before for before, after in pairwise(seen[2:])),
+        "graphs_ms": statistics.median(graphs_ms),
     }
 
 

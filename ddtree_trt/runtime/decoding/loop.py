@@ -211,10 +211,12 @@ def decode_round(
 def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
     """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
     slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-    states = [(part.sequence, part.past, engine.unseen(part.slot)) for part in slot_rounds]
-    budgets = RoundPlan(
-        [SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts, unseen) for s, past, unseen in states]
-    )
+    inputs = []
+    for part in slot_rounds:
+        s = part.sequence
+        unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
+        inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
+    budgets = RoundPlan(inputs)
     for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
         part.ceiling = ceiling
     return slot_rounds, budgets
@@ -237,7 +239,8 @@ def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> 
     for s, slot, ahead in zip(sequences, slots, rounds.launchable(slots), strict=True):
         left = s.max_tokens - len(s.output) - ahead  # a round makes a token at least
         if left > 0 <= ahead:
-            inputs.append(SlotInput(s.budget, engine.length(slot), left, s.drafts, engine.unseen(slot)))
+            unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
+            inputs.append(SlotInput(s.budget, engine.length(slot), left, s.drafts, unseen))
             going.append((s, slot))
     if not going:
         return False

@@ -334,14 +334,15 @@ def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
         observe(self, decision, tree, path, **how)
         seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._recent[:3].copy()))
 
-    def always(self: Any, expected: Any) -> None:
-        self._drafting = list(self._autos)
+    def always(self: Any) -> Any:
+        self._drafting = self._gaining = list(self._autos)
         for i in self._drafting:
             self._nodes[i] = 15
             self._decide(i, 15, 5.0, 0.0)
+        return self._nodes
 
     monkeypatch.setattr(policy.AutoBudget, "observe", record)
-    monkeypatch.setattr(policy.RoundPlan, "_plan_drafts", always)
+    monkeypatch.setattr(policy.RoundPlan, "ceilings", always)
     monkeypatch.setattr(policy.RoundPlan, "choose", lambda plan, trees: [
         0 if t is None else (plan._autos[i].weigh(t, plan._deepest[i]), 15)[1] for i, t in enumerate(trees)
     ])  # fmt: skip

@@ -87,7 +87,7 @@ class TorchRounds:
 
     def __init__(self, target: TargetPass, drafter: BlockOnDevice, shapes: RoundShapes) -> None:
         self.by_default = target.device.type == "cuda"
-        self._target, self._drafter, self._shapes = target, drafter, shapes
+        self._target, self._drafter, self.shapes = target, drafter, shapes
         self._passes = RoundPasses(target, drafter, shapes)
         self._members: dict[int, _Member] = {}
         target.cache.busy = drafter.cache.busy = self._members
@@ -100,7 +100,7 @@ class TorchRounds:
         return len(self._launched)
 
     def launchable(self, slots: Sequence[int]) -> list[int]:
-        lengths, longest = self._target.cache.lengths, 1 + self._shapes.longest_draft
+        lengths, longest = self._target.cache.lengths, 1 + self.shapes.longest_draft
         most, members, found = self._target.cache.rows - self._slack, self._members, []
         for slot in slots:
             under_way = members[slot].launched if slot in members else 0
@@ -113,17 +113,17 @@ class TorchRounds:
         for r in requests:
             if r.slot not in self._members:
                 self._join(r)
-        members, buffer = self._members, 1 + self._shapes.longest_draft
+        members, buffer = self._members, 1 + self.shapes.longest_draft
         absorbs = {r.slot: r.budget > 0 or (r.taps and members[r.slot].waiting >= buffer) for r in requests}
         # Slots with the largest trees share passes, and those whose drafter works are the first of theirs.
         left = sorted(requests, key=lambda r: (-r.budget, not absorbs[r.slot]))
         while left:
-            tokens = next((t for t in self._shapes.tokens if t > left[0].budget), self._shapes.tokens[-1])
-            count = min(len(left), self._shapes.most_slots(tokens))
-            size = next(n for n in self._shapes.slots if n >= count)
+            tokens = next((t for t in self.shapes.tokens if t > left[0].budget), self.shapes.tokens[-1])
+            count = min(len(left), self.shapes.most_slots(tokens))
+            size = next(n for n in self.shapes.slots if n >= count)
             spare = self._target.cache.spare((), self._slack)[: size - count] if size > count else []
             if count + len(spare) < size:
-                count, spare = max(n for n in self._shapes.slots if n <= count), []
+                count, spare = max(n for n in self.shapes.slots if n <= count), []
             group, left = left[:count], left[count:]
             launched.append(self._launch(group, absorbs, [*(r.slot for r in group), *spare], tokens))
 
@@ -157,7 +157,7 @@ class TorchRounds:
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Capture the graphs of all passes. Every slot must be empty."""
-        verifications, drafts = self._shapes.verifications(), self._shapes.drafts()
+        verifications, drafts = self.shapes.verifications(), self.shapes.drafts()
         total, ints = len(verifications) + len(drafts), self._passes.columns.ints
         ints.zero_()
         ints[columns.SLOT].copy_(torch.arange(ints.shape[1]).clamp(max=self._target.cache.slots - 1))
@@ -186,9 +186,9 @@ class TorchRounds:
         self._passes.columns.memory.copy_(entry.told.memory, non_blocking=True)
         graphs = self._target.graphs
         if absorbing:
-            reach = self._shapes.reach(max(2 * r.budget if r.looks else r.budget for r in requests))
-            first = next(n for n in self._shapes.slots if n >= absorbing)
-            drafted = (first, reach, self._shapes.candidates(tokens) if reach else 1)
+            reach = self.shapes.reach(max(2 * r.budget if r.looks else r.budget for r in requests))
+            first = next(n for n in self.shapes.slots if n >= absorbing)
+            drafted = (first, reach, self.shapes.candidates(tokens) if reach else 1)
             graphs.run(("round draft", *drafted), partial(self._passes.draft, *drafted))
         entry.mark(1)
         graphs.run(("round", size, tokens), partial(self._passes.verify, size, tokens))
@@ -235,7 +235,7 @@ class TorchRounds:
         """What a `RoundResult` says was drafted, from a slot's results [width]."""
         if count == 1:
             return None
-        longest, outlook = self._passes.longest(tokens), self._shapes.outlook(tokens)
+        longest, outlook = self._passes.longest(tokens), self.shapes.outlook(tokens)
         sizes = 2 + longest, longest, tokens, tokens, outlook, outlook
         _, path, token_ids, parents, weights, depths = np.split(row.copy(), np.cumsum(sizes[:-1]))
         log_weights = weights.view(np.float32).astype(np.float64)

@@ -68,19 +68,21 @@ class TargetPass:
         # Passes that wait for other ranks are not captured.
         self.graphs = Graphs(device, capture=shard.size == 1)
         # On a CPU, without captures, a pass is as long as its longest tree.
-        self.buckets: Sequence[int] = tree_sizes(tokens) if device.type == "cuda" else range(1, tokens + 1)
+        self.buckets: Sequence[int] = range(1, tokens + 1)
+        if device.type == "cuda":  # the largest is a prompt's, which is not padded
+            self.buckets = sorted({*tree_sizes(1 + limits.max_tree_budget), tokens})
         kernels, rows, states = attention.kernels, slots * self.bucket(1 + limits.max_tree_budget), None
         if dims.delta is not None:
             states = States(dims, slots, limits.snapshot_every, max(rows, tokens), dtype, device)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=kernels, states=states)
         self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard, products)
-        self.logits = torch.empty(slots * tokens, self.network.vocabulary.rows, device=device)
-        self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
+        self.logits = torch.empty(rows, self.network.vocabulary.rows, device=device)
+        self._taps = torch.empty(rows, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 3, mask), device)
         # One for each slot, so that the commits of a round need no wait between them.
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
-        self._choices = Download(slots * tokens, device)
+        self._choices = Download(rows, device)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
         self.last_logits: list[Tensor] = []
 
