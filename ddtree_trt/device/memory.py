@@ -55,7 +55,6 @@ class MemoryPlan:
         return self.weights_bytes + self.kv_bytes_all_slots + self.buffers_bytes + self.workspace_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as plain JSON data."""
         sums = {"kv_bytes_all_slots": self.kv_bytes_all_slots, "total_bytes": self.total_bytes}
         return {**dataclasses.asdict(self), **sums}
 
@@ -107,7 +106,6 @@ _WEIGHT_FILES = (
 
 
 def plan_manifest(manifest: Manifest) -> MemoryPlan:
-    """The plan of a built engine."""
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
@@ -148,7 +146,6 @@ class _Engine:
 
     @property
     def size(self) -> int:
-        """Bytes of a value."""
         return PRECISIONS[self.precision].value_bytes
 
     @property

@@ -23,7 +23,7 @@ from rounded_truth import RoundedTruth
 
 from ddtree_trt.artifact.files import TARGET_GRAPH
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run

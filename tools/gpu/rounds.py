@@ -138,6 +138,8 @@ def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) ->
     past, rounds_of = engine.length(0), engine.rounds
     assert rounds_of is not None, "a block drafter has rounds on the device"
     request = RoundRequest(0, bonus, budget)
+    while rounds_of.ahead:
+        rounds_of.read()
     parts: list[tuple[float, float]] = []
     seen: list[float] = []
     lengths: list[int] = []

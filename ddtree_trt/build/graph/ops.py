@@ -18,9 +18,8 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
+from ddtree_trt.models.decoder import BlockMask, Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.experts import Experts
 
 TYPES = {
     "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
@@ -309,7 +308,6 @@ class Graph(ABC):
         [N, T, sum of `projected_widths`] → [N, T, Hv · Dv], normed and gated."""
 
     def model(self) -> ModelProto:
-        """The finished graph."""
         graph = helper.make_graph(
             list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
         )

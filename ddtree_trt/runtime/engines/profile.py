@@ -83,6 +83,8 @@ def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -
     clock."""
     rounds = engine.rounds if engine.rounds is not None and engine.rounds.by_default else None
     if rounds is not None:
+        while rounds.ahead:
+            rounds.read()
         for nodes in (max(tokens - 1, 1), tokens - 1):
             rounds.launch([RoundRequest(slot, 1, nodes) for slot in range(slots)])
         draft_s, verify_s = rounds.read().draft_s, rounds.read().rest_s

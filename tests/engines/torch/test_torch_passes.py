@@ -16,6 +16,7 @@ from numerics import path_to, random_tree
 
 from ddtree_trt.device.buffers import CANDIDATES, tree_sizes
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.families import QWEN3_5
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows
@@ -198,7 +199,9 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     assert captured == before
 
 
-@pytest.mark.parametrize(("pair", "error"), [("packaged", 0.03), *((family, 0.05) for family in BY_SWITCHES)])
+@pytest.mark.parametrize(
+    ("pair", "error"), [("packaged", 0.03), *((family, 0.05) for family in (*BY_SWITCHES, "hybrid"))]
+)
 def test_the_kernels_are_called_right(
     pair: str, error: float, open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path
 ) -> None:
@@ -206,7 +209,7 @@ def test_the_kernels_are_called_right(
     do not have, in families without norms of queries and keys, runs in PyTorch beside them."""
     folders = PACKAGED / "target", PACKAGED / "drafter"
     if pair != "packaged":
-        folders = make_pair(tmp_path, family=BY_SWITCHES[pair], head_dim=64, max_positions=512)
+        folders = make_pair(tmp_path, family={**BY_SWITCHES, "hybrid": QWEN3_5}[pair], head_dim=64, max_positions=512)
     plain = build_torch_engine(*folders, tmp_path / "e", precision="bf16", max_batch=2)
     kernels, rng = open_on_kernels(tmp_path / "e"), np.random.default_rng(1)
     for engine in (plain, kernels):
