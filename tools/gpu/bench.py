@@ -32,8 +32,7 @@ from torch import Tensor
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.bench.measure import engine_runs, measure
-from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.measure import Session, engine_runs, measure
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
