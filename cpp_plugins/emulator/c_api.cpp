@@ -1,7 +1,8 @@
-// The launchers behind a C interface, for the tests' ctypes: the structures of attention.h, draft.h and round.h by
+// The launchers behind a C interface, for the tests' ctypes: the structures of include/ddtree by
 // address, a status back.
 #include "ddtree/abi.h"
 #include "ddtree/attention.h"
+#include "ddtree/delta.h"
 #include "ddtree/draft.h"
 #include "ddtree/round.h"
 
@@ -49,4 +50,12 @@ DDTREE_EXPORT int32_t ddtree_walk(const ddtree::TreeWalk* call, void* stream) {
 
 DDTREE_EXPORT int32_t ddtree_compact(const ddtree::KvCompact* call, void* stream) {
     return static_cast<int32_t>(ddtree::device_compact(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_delta_tree(const ddtree::DeltaTree* call, void* stream) {
+    return static_cast<int32_t>(ddtree::delta_tree(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_delta_commit(const ddtree::DeltaCommit* call, void* stream) {
+    return static_cast<int32_t>(ddtree::delta_commit(*call, stream_of(stream)));
 }

@@ -1,4 +1,4 @@
-// Small helpers of the kernels and launchers that need no hardware.
+// Small helpers of the kernels and launchers.
 #pragma once
 
 #include "primitives.cuh"
@@ -33,6 +33,14 @@ __host__ __device__ constexpr T larger(T a, T b) {
 // For any `value`; low <= high.
 __host__ __device__ constexpr int32_t clamped(int32_t value, int32_t low, int32_t high) {
     return smaller(larger(value, low), high);
+}
+
+// Every lane gets the sum.
+__device__ inline float warp_sum(float value) {
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+        value += device::shuffle_xor(value, lanes);
+    }
+    return value;
 }
 
 inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }

@@ -31,13 +31,6 @@ __device__ Bytes16 packed(const float (&x)[kPacked]) {
     return bytes;
 }
 
-__device__ float warp_sum(float value) {
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-        value += device::shuffle_xor(value, lanes);
-    }
-    return value;
-}
-
 // One block per row. Each thread handles the same 16-byte pieces twice, so that it reads only what it wrote itself.
 template <ElementType kType>
 __global__ void __launch_bounds__(kRowThreads) add_norm(const AddNorm a) {

@@ -15,6 +15,7 @@
 
 #include "ddtree/abi.h"
 #include "ddtree/attention.h"
+#include "ddtree/delta.h"
 #include "ddtree/draft.h"
 #include "ddtree/pointwise.h"
 #include "ddtree/round.h"
@@ -257,6 +258,33 @@ void compact(const Tensor& cache, const Tensor& slot_ids, const Tensor& past_len
     raise("compact", ddtree::device_compact(call, device.stream()));
 }
 
+void delta_tree(const Tensor& mixed, const Tensor& log_decays, const Tensor& steps, const Tensor& parents,
+                const Tensor& states, const Tensor& slot_ids, const Tensor& out, const Tensor& keys,
+                const Tensor& updates, const Tensor& decays) {
+    TORCH_CHECK(mixed.dim() == 3 && states.dim() == 4 && keys.dim() == 4,
+                "mixed must be [N, T, C], states [slots, Hv, Dk, Dv] and keys [N, T, Hk, Dk]");
+    const int64_t n = mixed.size(0), t = mixed.size(1), hk = keys.size(2);
+    const int64_t hv = states.size(1), dk = states.size(2), dv = states.size(3);
+    check(mixed, "mixed", at::kFloat, mixed, {n, t, 2 * hk * dk + hv * dv});
+    check(log_decays, "log_decays", at::kFloat, mixed, {n, t, hv});
+    check(steps, "steps", at::kFloat, mixed, {n, t, hv});
+    check(parents, "parents", at::kInt, mixed, {n, t});
+    check(states, "states", at::kFloat, mixed, {-1, -1, -1, -1});
+    check(slot_ids, "slot_ids", at::kInt, mixed, {n});
+    check(out, "out", at::kFloat, mixed, {n, t, hv, dv});
+    check(keys, "keys", at::kFloat, mixed, {n, t, -1, dk});
+    check(updates, "updates", at::kFloat, mixed, {n, t, hv, dv});
+    check(decays, "decays", at::kDouble, mixed, {n, t, hv});
+    const OnDevice device(mixed);
+    raise("delta_tree", ddtree::delta_tree(
+                            {pointer<const float>(mixed), pointer<const float>(log_decays), pointer<const float>(steps),
+                             pointer<const int32_t>(parents), pointer<const float>(states),
+                             pointer<const int32_t>(slot_ids), pointer<float>(out), pointer<float>(keys),
+                             pointer<float>(updates), pointer<double>(decays), size(mixed, 0), size(mixed, 1),
+                             size(states, 0), size(keys, 2), size(states, 1), size(states, 2), size(states, 3)},
+                            device.stream()));
+}
+
 ddtree::ElementType element_type(const Tensor& tensor, const char* name) {
     const auto type = tensor.scalar_type();
     TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, name, " must be bfloat16 or float16, found ", type);
@@ -334,6 +362,48 @@ void swiglu(const Tensor& gate_up, const Tensor& out) {
                                    device.stream()));
 }
 
+void delta_commit(const Tensor& states, const Tensor& past, const Tensor& keys, const Tensor& updates,
+                  const Tensor& decays, const Tensor& inputs, const OptionalTensor& path, int64_t first, int64_t rows,
+                  int64_t slot) {
+    TORCH_CHECK(states.dim() == 5 && past.dim() == 4 && keys.dim() == 4,
+                "states must be [L, slots, Hv, Dk, Dv], past [L, slots, W - 1, C] and keys [L, R, Hk, Dk]");
+    const int64_t layers = states.size(0), all = keys.size(1), hk = keys.size(2);
+    const int64_t hv = states.size(2), dk = states.size(3), dv = states.size(4), channels = 2 * hk * dk + hv * dv;
+    check(states, "states", at::kFloat, states, {-1, -1, -1, -1, -1});
+    check(past, "past", at::kFloat, states, {layers, states.size(1), -1, channels});
+    check(keys, "keys", at::kFloat, states, {layers, -1, -1, dk});
+    check(updates, "updates", at::kFloat, states, {layers, all, hv, dv});
+    check(decays, "decays", at::kDouble, states, {layers, all, hv});
+    check(inputs, "inputs", inputs.scalar_type(), states, {layers, all, channels});
+    if (path) {
+        check(*path, "path", at::kInt, states, {rows});
+    }
+    const bool single = inputs.scalar_type() == at::kFloat;
+    const OnDevice device(states);
+    ddtree::DeltaCommit call{};
+    call.states = pointer<float>(states);
+    call.past = pointer<float>(past);
+    call.keys = pointer<const float>(keys);
+    call.updates = pointer<const float>(updates);
+    call.decays = pointer<const double>(decays);
+    call.inputs = pointer<const void>(inputs);
+    call.path = pointer<const int32_t>(path);
+    call.first = static_cast<int32_t>(first);
+    call.path_rows = static_cast<int32_t>(rows);
+    call.slot = static_cast<int32_t>(slot);
+    call.slots = size(states, 1);
+    call.layers = size(states, 0);
+    call.rows = size(keys, 1);
+    call.key_heads = size(keys, 2);
+    call.value_heads = size(states, 2);
+    call.key_dim = size(states, 3);
+    call.value_dim = size(states, 4);
+    call.past_rows = size(past, 2);
+    call.single = single ? 1 : 0;
+    call.type = single ? ddtree::ElementType::bf16 : element_type(inputs, "inputs");
+    raise("delta_commit", ddtree::delta_commit(call, device.stream()));
+}
+
 }  // namespace
 
 TORCH_LIBRARY(ddtree, m) {
@@ -355,6 +425,10 @@ TORCH_LIBRARY(ddtree, m) {
     m.def("split_qkv(Tensor qkv, Tensor q_norm, Tensor k_norm, Tensor tables, Tensor positions, float epsilon, "
           "Tensor(a!) q, Tensor(b!) k, Tensor(c!) v) -> ()");
     m.def("swiglu(Tensor gate_up, Tensor(a!) out) -> ()");
+    m.def("delta_tree(Tensor mixed, Tensor log_decays, Tensor steps, Tensor parents, Tensor states, Tensor slot_ids, "
+          "Tensor(a!) out, Tensor(b!) keys, Tensor(c!) updates, Tensor(d!) decays) -> ()");
+    m.def("delta_commit(Tensor(a!) states, Tensor(b!) past, Tensor keys, Tensor updates, Tensor decays, Tensor inputs, "
+          "Tensor? path, int first, int rows, int slot) -> ()");
 }
 
 #ifdef DDTREE_EMULATE
@@ -372,4 +446,6 @@ TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
     m.impl("add_rms_norm", add_rms_norm);
     m.impl("split_qkv", split_qkv);
     m.impl("swiglu", swiglu);
+    m.impl("delta_tree", delta_tree);
+    m.impl("delta_commit", delta_commit);
 }

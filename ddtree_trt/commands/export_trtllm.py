@@ -21,8 +21,8 @@ def export_trtllm(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Export an engine's pair for TensorRT-LLM's own DFlash."""
-    from ddtree_trt.trtllm_export import README, RELEASE, export_pair
+    from ddtree_trt.trtllm_export import CONFIG, RELEASE, export_pair
 
     export_pair(engine_dir, directory, checkpoint=checkpoint, drafter=drafter, force=force)
     print(f"exported {directory}: DFlash for TensorRT-LLM {RELEASE}")
-    print(f"next: see {directory / README}")
+    print(f"next: see {directory / CONFIG}")

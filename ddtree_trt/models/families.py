@@ -66,6 +66,7 @@ class Family:
     delta: bool = False  # a hybrid: most layers have a gated delta net
     interleaved: bool = False  # as `DeltaNet` has it
     with_vision: str = ""  # the class of the whole model, of which this is the text part
+    in_gguf: str = ""  # what GGUF calls it, where that is not its model_type
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -190,6 +191,7 @@ QWEN3_5 = Family(
     defaults={**_HYBRID, "num_key_value_heads": 4},
     delta=True,
     with_vision="Qwen3_5ForConditionalGeneration",
+    in_gguf="qwen35",
 )
 QWEN3_5_MOE = Family(
     title="Qwen3.5-MoE",

@@ -78,5 +78,6 @@ MASK_MODE = "mask_mode"  # int, a MaskMode
 ATTENTION_ATTRIBUTES = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_TREE, SCALE, MASK_MODE)
 
 HEAD_DIMS = (64, 128)
+DELTA_TOKENS, DELTA_KEY_DIM = 512, 128  # most rows, and largest Dk, of the delta nets' kernel over trees
 LOWEST_SM = 80  # the first GPUs with bfloat16, and the oldest the kernels are compiled for
 MAX_DEVICE_BUDGET = 1024  # largest tree the device builds, root not counted

@@ -205,5 +205,5 @@ def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(result.read_text())
-    assert set(report) == {"trees", "candidates", "compaction", "attention", "microseconds"}
+    assert set(report) == {"trees", "candidates", "compaction", "attention", "delta", "microseconds"}
     assert all(part["ok"] for part in report.values())

@@ -1,5 +1,5 @@
 """Check the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, a draft's
-candidates against PyTorch, compaction; and time those whose work depends on a draft.
+candidates and delta nets against PyTorch, compaction; and time those whose work depends on a draft.
 
     python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 
@@ -274,6 +274,52 @@ def check_candidates(device: str) -> dict[str, Any]:
     return {"cases": 12 * len(sizes), "ok": True}
 
 
+def check_delta(device: str) -> dict[str, Any]:
+    """Gated delta nets over trees and the commit of a path, against PyTorch's; and microseconds of both, of a layer."""
+    from ddtree_trt.runtime.engines.torch.delta import Ancestors, Kept, advanced, tree_pass
+
+    report: dict[str, Any] = {"ok": True}
+    rng, make, cuda = np.random.default_rng(5), torch.Generator(device).manual_seed(5), device == "cuda"
+    hk, hv, dim, slots = (16, 32, 128, 3) if cuda else (1, 2, 32, 3)
+    for n, tokens in ((1, 1), (1, 17), (2, 64), (1, 257)) if cuda else ((2, 17),):
+        normal = partial(torch.randn, generator=make, device=device)
+        width = (2 * hk + hv) * dim
+        mixed, states, past = normal(n, tokens, width), normal(1, slots, hv, dim, dim), normal(1, slots, 3, width)
+        decays, steps = -normal(n, tokens, hv).abs(), normal(n, tokens, hv).sigmoid()
+        parents = torch.tensor(np.stack([random_parents(rng, tokens) for _ in range(n)]), device=device)
+        slot_ids = torch.tensor(rng.permutation(slots)[:n].astype(np.int32), device=device)
+        mask = torch.zeros(n, tokens, -(-tokens // 32), dtype=torch.int32, device=device)
+        torch.ops.ddtree.packed_mask(parents, mask)
+        seen = Ancestors.of_trees(mask, parents).seen
+        kept, wanted = (
+            Kept(torch.empty(n, tokens, hk, dim, device=device), torch.empty(n, tokens, hv, dim, device=device),
+                 torch.empty(n, tokens, hv, dtype=torch.float64, device=device), mixed)
+            for _ in range(2)
+        )  # fmt: skip
+        out, of_slots = torch.empty_like(kept.updates), states[0, slot_ids.long()]
+        qkv = [part.unflatten(-1, (-1, dim)) for part in mixed.split((hk * dim, hk * dim, hv * dim), -1)]
+        ours = partial(torch.ops.ddtree.delta_tree, mixed, decays, steps, parents, states[0], slot_ids, out,
+                       kept.keys, kept.updates, kept.decays)  # fmt: skip
+        theirs = partial(tree_pass, qkv, decays, steps, of_slots, seen, wanted)
+        ours()
+        expected = theirs()
+        pairs = [(out, expected), (kept.keys, wanted.keys), (kept.updates, wanted.updates)]
+        path = [tokens - 1]
+        while (parent := int(parents[0, path[-1]])) >= 0:
+            path.append(parent)
+        rows, slot = torch.tensor(path[::-1], dtype=torch.int32, device=device), int(slot_ids[0])
+        behind, _ = advanced(states[0, slot], past[0, slot], wanted.select(0, rows.long()))
+        stored = [part[:1] for part in (kept.keys, kept.updates, kept.decays, mixed)]
+        commit = partial(torch.ops.ddtree.delta_commit, states, past, *stored, rows, 0, len(path), slot)
+        commit()
+        for found, reference in (*pairs, (states[0, slot], behind)):
+            error = float((found - reference).abs().max() / reference.abs().max())
+            assert error < 1e-5, f"delta net of {n} x {tokens} rows: {error:.1e}"
+        for name, work in (("kernel", ours), ("PyTorch", theirs), ("commit", commit)):
+            report[f"{name}, {n} x {tokens} rows"] = microseconds(device, work)
+    return report
+
+
 def microseconds(device: str, work: Callable[[], Any]) -> float:
     """Of a captured graph of the work: the least of several replays. On a CPU it is run once, and the figure is 0."""
     if device != "cuda":
@@ -337,6 +383,7 @@ def main() -> int:
         ("candidates", lambda: check_candidates(args.device)),
         ("compaction", lambda: check_compaction(args.device, 10 if small else 200)),
         ("attention", lambda: check_attention(args.device)),
+        ("delta", lambda: check_delta(args.device)),
         ("microseconds", lambda: time_drafts(args.device)),
     ):
         began = time.perf_counter()

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.models.decoder import BODY, FINAL_NORM, TransformerDims
+from ddtree_trt.models.delta import DeltaNet
 
 Floats = NDArray[np.float32]
 
@@ -32,6 +33,32 @@ def in_our_form(name: str, values: Floats, dims: TransformerDims) -> Floats:
     if name.endswith("in_proj_ba.weight"):
         return _by_kind(values, d.key_heads, (share, share))
     return values
+
+
+# Tensors of GGUF whose last rows belong to value heads, several each or one. Columns of "ssm_out" do.
+_WIDE = ("attn_qkv", "attn_gate", "ssm_conv1d")
+_NARROW = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+
+
+def from_gguf(part: str, values: Floats, dims: TransformerDims) -> Floats:
+    """A tensor of a layer by GGUF's name in our form. llama.cpp's converter has left norms, decays and convolutions as
+    ours are, and put value heads in the order of tiles: the first of every key head, then the second of each."""
+    if dims.delta is None:
+        return values
+    d = dims.delta
+    if part == "attn_q":
+        return _by_kind(values, dims.num_heads, (dims.head_dim, dims.head_dim))
+    if part == "ssm_out":
+        return np.ascontiguousarray(_by_key_head(values.T, d.value_dim, d).T)
+    if part in (*_WIDE, *_NARROW):
+        return _by_key_head(values, d.value_dim if part in _WIDE else 1, d)
+    return values
+
+
+def _by_key_head(values: Floats, size: int, d: DeltaNet) -> Floats:
+    first = len(values) - d.value_heads * size
+    heads = values[first:].reshape(-1, d.key_heads, size, *values.shape[1:])
+    return np.concatenate([values[:first], heads.swapaxes(0, 1).reshape(values[first:].shape)])
 
 
 def _by_kind(values: Floats, heads: int, sizes: tuple[int, ...]) -> Floats:

@@ -20,7 +20,13 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
-from ddtree_trt.build.checkpoint.gguf.network import DIVISORS, read_gguf_config, read_tensor
+from ddtree_trt.build.checkpoint.gguf.network import (
+    DIVISORS,
+    read_gguf_config,
+    read_tensor,
+    stored_shape,
+    unused_tensors,
+)
 from ddtree_trt.build.checkpoint.hybrids import in_our_form
 from ddtree_trt.build.checkpoint.outline import Outline
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
@@ -62,7 +68,7 @@ class Checkpoint(Outline):
     revision: str
     tensors: dict[str, StoredTensor] = field(repr=False)  # the tensors in use, by Hugging Face name
     quantizers: dict[str, StoredTensor] = field(repr=False)  # scales of those that are quantised
-    _read: Callable[[str], NDArray[np.float32]] = field(repr=False)  # a tensor that has no scales
+    _read: Callable[[str], NDArray[np.float32]] = field(repr=False)  # one that has no scales, of a hybrid in our form
 
     def identify(self, progress: Progress = no_progress) -> CheckpointIdentity:
         """Name, revision and sha256; the files are read through. Raises CheckpointError."""
@@ -75,15 +81,15 @@ class Checkpoint(Outline):
         return CheckpointIdentity(self.name, self.revision, digest)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A float32 copy of one tensor, dequantised if need be, and of a hybrid's in our form. Raises CheckpointError
-        for an unknown name, NaN or Inf."""
+        """A float32 copy of one tensor, dequantised if need be, a hybrid's in our form. Raises CheckpointError for an
+        unknown name, NaN or Inf."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         if scales := self.scales(name):
             values = dequantize(self.stored(name), scales)
             check_finite(name, self.tensors[name], values.reshape(-1))
             return values
-        values = in_our_form(name, self._read(name), self.dims)
+        values = self._read(name)
         if name == TO_TARGET:
             self._check_offsets(values)
         return values
@@ -173,7 +179,7 @@ def _open_directory(directory: Path) -> dict[str, Any]:
         "tensors": {name: stored[name] for name in shapes},
         "shapes": shapes,
         "quantizers": quantizers,
-        "_read": lambda name: read_float32(name, stored[name]),
+        "_read": lambda name: in_our_form(name, read_float32(name, stored[name]), dims),
     }
 
 
@@ -183,7 +189,8 @@ def _open_gguf(path: Path) -> dict[str, Any]:
     config = read_gguf_config(files)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
     names = files.names(shapes, config.dims.num_layers)
-    _check_tensors(path, "metadata", files.tensors, {names[name]: shapes[name] for name in shapes}, {DIVISORS})
+    expected = {names[name]: stored_shape(shape) for name, shape in shapes.items()}
+    _check_tensors(path, "metadata", files.tensors, expected, {DIVISORS, *unused_tensors(files, config.dims)})
     return {
         "config": config,
         "files": files.paths,

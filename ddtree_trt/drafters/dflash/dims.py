@@ -116,7 +116,6 @@ class DFlash(TappedKind):
     title = "DFlash drafter"
     record = DFlashDims
     drafts = "block"
-    halves = ("dialects", "graph", "onnxruntime", "torch", "tensorrt")
     dims: DFlashDims
 
     def __init__(self, dims: DFlashDims) -> None:

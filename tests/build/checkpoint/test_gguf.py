@@ -26,7 +26,7 @@ from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint, load
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.inspection import inspect_engine
-from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3
+from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, QWEN3_5
 from ddtree_trt.models.rotary import inverse_frequencies
 
 ALL = {family.model_type: family for family in (QWEN3, LLAMA, QWEN2)}
@@ -41,7 +41,7 @@ def pair(path: Path, kind: str = "F32", **options: Any) -> tuple[Checkpoint, Che
     return load_checkpoint(directory), load_checkpoint(make_gguf(directory, path / "model.gguf", kind))
 
 
-@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("family", [*ALL.values(), QWEN3_5], ids=lambda family: family.model_type)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> None:
     plain, read = pair(tmp_path, family=family, tied=tied)
@@ -111,6 +111,20 @@ def test_transformers_reads_the_same(family: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(read.tensor(name), tensor.numpy(), err_msg=name)
 
 
+def test_layers_of_a_hybrid_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    """They follow the others and are counted with them."""
+    directory = make_target(tmp_path / "target", family=QWEN3_5)
+    more = {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
+    extra = {"blk.3.nextn.eh_proj.weight": np.ones((2, 2), np.float32)}
+    assert load_checkpoint(make_gguf(directory, tmp_path / "m.gguf", metadata=more, tensors=extra)).dims.num_layers == 3
+    del more["qwen35.nextn_predict_layers"]
+    assert "lacks" in refusal(make_gguf(directory, tmp_path / "n.gguf", metadata=more, tensors=extra))
+    wrong = {"qwen35.ssm.inner_size": 130}
+    assert "no multiple of qwen35.ssm.time_step_rank 4" in refusal(
+        make_gguf(directory, tmp_path / "o.gguf", metadata=wrong)
+    )
+
+
 def test_a_split_file(tmp_path: Path) -> None:
     directory = make_target(tmp_path / "target", tied=False)
     plain = load_checkpoint(directory)
@@ -137,12 +151,12 @@ def greedy(engine: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [(QWEN3, "F32"), (LLAMA, "Q8_0"), (LLAMA, "Q4_1"), (QWEN2, "Q8_0")], ids=str
+    ("family", "kind"), [(QWEN3, "F32"), (LLAMA, "Q8_0"), (LLAMA, "Q4_1"), (QWEN2, "Q8_0"), (QWEN3_5, "F32")], ids=str
 )
 def test_an_engine_of_the_same_weights(family: Any, kind: str, tmp_path: Path) -> None:
     """Equal in its weights' bytes to that of a safetensors checkpoint of the dequantised values, and so in tokens."""
     directory = make_target(tmp_path / "target", family=family, tied=False, **SIZES)
-    drafter = make_drafter(tmp_path / "drafter", family=family, **SIZES)
+    drafter = make_drafter(tmp_path / "drafter", family=QWEN3 if family.delta else family, **SIZES)
     file = make_gguf(directory, tmp_path / "model.gguf", kind)
     number = gguf.GGMLQuantizationType[kind]
     rounded = {}

@@ -118,6 +118,13 @@ def test_qwen_normalises(trained: Tokenizer, tmp_path: Path) -> None:
     assert other(apart, add_special_tokens=False).input_ids != other(composed, add_special_tokens=False).input_ids
 
 
+def test_marks_are_part_of_words_from_qwen_3_5_on(trained: Tokenizer, tmp_path: Path) -> None:
+    mark = "\N{THAI CHARACTER KO KAI}\N{THAI CHARACTER MAI HAN-AKAT}\N{THAI CHARACTER NO NU}!"
+    for pre, pieces in (("qwen2", [(0, 1), (1, 3), (3, 4)]), ("qwen35", [(0, 3), (3, 4)])):
+        split = opened(write(tmp_path / pre, words_of(trained, pre))).backend_tokenizer.pre_tokenizer
+        assert [place for _, place in split.pre_tokenize_str(mark)] == pieces
+
+
 def test_llama_3_takes_whole_pieces_first_and_begins_texts(trained: Tokenizer, tmp_path: Path) -> None:
     metadata = words_of(trained, "llama-bpe", add_bos_token=None)
     tokens, merges = metadata[f"{TOKENIZER}tokens"], metadata[f"{TOKENIZER}merges"]

@@ -15,6 +15,7 @@ from checkpoints import edit_json, make_target, refusal, write_weights
 from safetensors.numpy import load_file
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build import sources
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, resolve
@@ -23,7 +24,6 @@ from ddtree_trt.build.pair import check_pair
 from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError, UsageError
-from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, Family
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -37,39 +37,72 @@ def published(path: Path, kind: str, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("target", "drafter", "heads", "layers", "state_mb", "values"),
-    [
-        ("qwen3.8-27b", "zlab-qwen3.8-27b-dflash2", 48, 16, 156.9, 26.9e9),
-        ("qwen3.5-35b-a3b", "zlab-qwen3.6-35b-a3b-dflash", 32, 10, 65.9, 34.7e9),
-    ],
-)
-def test_published_pairs_fit(
-    tmp_path: Path, target: str, drafter: str, heads: int, layers: int, state_mb: float, values: float
+# Preset → configurations of its target and drafter, published ones or one like it with what differs, and what follows:
+# layers with attention, megabytes of a slot's states, weights.
+_OWN: dict[str, Any] = {"layer_types": None, "num_attention_heads": 16, "num_hidden_layers": 32}
+_4B = {"hidden_size": 2560, "intermediate_size": 9216}
+_9B = {"hidden_size": 4096, "intermediate_size": 12288}
+_NEXT = {"num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
+_WORDS = {"vocab_size": 151936, "eos_token_id": 151645, "mask_token_id": 151669}
+_27B, _35B, _DENSE = "qwen3.8-27b", "qwen3.5-35b-a3b", {**_OWN, "linear_num_value_heads": 32}
+PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], int, float, float]] = {
+    "qwen3.5-4b": (_27B, {**_DENSE, **_4B, "tie_word_embeddings": True}, "zlab-qwen3.5-9b-dflash", _4B, 8, 52.7, 4.2e9),
+    "qwen3.5-9b": (_27B, {**_DENSE, **_9B}, "zlab-qwen3.5-9b-dflash", {}, 8, 52.7, 8.95e9),
+    "qwen3.5-27b": (_27B, {}, "zlab-qwen3.6-27b-dflash", {}, 16, 156.9, 26.9e9),
+    "qwen3.6-27b": (_27B, {}, "zlab-qwen3.6-27b-dflash", {}, 16, 156.9, 26.9e9),
+    "qwen3.8-27b": (_27B, {}, "zlab-qwen3.8-27b-dflash2", {}, 16, 156.9, 26.9e9),
+    # The drafter counts one layer more than the target has.
+    "qwen3.5-35b-a3b": (_35B, {}, "zlab-qwen3.6-35b-a3b-dflash", {}, 10, 65.9, 34.7e9),
+    "qwen3.6-35b-a3b": (_35B, {}, "zlab-qwen3.6-35b-a3b-dflash", {}, 10, 65.9, 34.7e9),
+    "qwen3-coder-next": (
+        *(_35B, {**_NEXT, **_WORDS, "layer_types": None}, "zlab-qwen3.6-35b-a3b-dflash"),
+        *({**_WORDS, "num_target_layers": 48}, 12, 79.0, 79.7e9),
+    ),
+}
+
+
+def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """With these entries, wherever in it they are; None removes one."""
+    found = {name: _changed(value, changes) if isinstance(value, dict) else value for name, value in config.items()}
+    return {name: changes.get(name, value) for name, value in found.items() if changes.get(name, value) is not None}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_presets_configurations_alone_say_what_it_takes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter that counts one layer more than the target has."""
-    source, draft = published(tmp_path / "t", "targets", target), published(tmp_path / "d", "drafters", drafter)
-    config = read_config(source)
-    dims = config.dims
-    assert dims.delta == DeltaNet(16, heads, 128, 128, 4, tuple(range(3, dims.num_layers, 4)))
-    assert (dims.rotated, dims.rope_theta, len(dims.attention_layers)) == (64, 1e7, layers)
-    assert round(dims.state_bytes / 1e6, 1) == state_mb and config.stop_token_ids == (248044,) and not config.tied
-    assert sum(map(np.prod, checkpoint_shapes(dims, tied=False).values())) == pytest.approx(values, rel=5e-3)
-    request = BuildRequest(target="pair", checkpoint=source, drafter=draft, backend="onnxruntime", max_seq_len=1024)
-    lines: list[str] = []
-    assert resolve(request, lines.append, dry_run=True).pair.target.dims == dims
-    assert any("its vision tower is left out" in line for line in lines)
-    memory = dry_run(request).memory
-    assert memory.kv_bytes_per_slot > 2 * dims.state_bytes
-    for other in ("torch", "tensorrt-rtx"):
-        there = BuildRequest(**{**vars(request), "backend": other})
-        if other == "tensorrt-rtx" and dims.experts:
+    target, changes, drafter, others, layers, state_mb, values = PAIRS[name]
+    folders = published(tmp_path / "t", "targets", target), published(tmp_path / "d", "drafters", drafter)
+    for folder, changed in zip(folders, (changes, others), strict=True):
+        config = _changed(json.loads((folder / "config.json").read_text()), changed)
+        if name == "qwen3-coder-next" and "text_config" in config:
+            config = {**config["text_config"], "model_type": "qwen3_next", "architectures": [QWEN3_NEXT.architecture]}
+        (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sources, "_download", lambda source, *_: folders["z-lab/" in source.repository])
+    dims, lines = read_config(folders[0]).dims, list[str]()
+    assert (
+        dims.delta is not None and len(dims.attention_layers) == layers and round(dims.state_bytes / 1e6, 1) == state_mb
+    )
+    assert (dims.rotated, dims.rope_theta, dims.delta.key_heads, dims.delta.interleaved) == (
+        64,
+        1e7,
+        16,
+        "next" in name,
+    )
+    tied = read_config(folders[0]).tied
+    assert sum(map(np.prod, checkpoint_shapes(dims, tied=tied).values())) == pytest.approx(values, rel=5e-3)
+    for backend in ("onnxruntime", "torch", "tensorrt-rtx"):
+        request = BuildRequest(target=name, backend=backend, max_seq_len=1024)
+        if backend == "tensorrt-rtx" and dims.experts:
             with pytest.raises(UsageError, match="mixtures of experts are not implemented for TensorRT"):
-                resolve(there, lines.append, dry_run=True)
-        else:
-            assert dry_run(there).memory.kv_bytes_per_slot > 2 * dims.state_bytes
+                resolve(request, lines.append, dry_run=True)
+            continue
+        assert resolve(request, lines.append, dry_run=True).pair.target.dims == dims
+        assert any("its vision tower is left out" in line for line in lines) == (name != "qwen3-coder-next")
+        found = dry_run(request)
+        assert found.memory.kv_bytes_per_slot > 2 * dims.state_bytes and found.memory.weights_bytes > 1.9 * values
     with pytest.raises(UsageError, match="not implemented in int8; use --precision fp32"):
-        resolve(BuildRequest(**{**vars(request), "precision": "int8"}), lines.append, dry_run=True)
+        resolve(BuildRequest(target=name, backend="onnxruntime", precision="int8"), lines.append, dry_run=True)
 
 
 def test_a_forecast_counts_snapshots() -> None:

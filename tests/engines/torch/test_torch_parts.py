@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,30 @@ def test_the_operators_refuse_wrong_tensors(operators: None) -> None:
         ops.build_tree(torch.zeros(1, 2, 3), ints(1, 2, 3), one, None, None, *trees, None, ints(1), weights, depths)
 
     build(torch.zeros(1, 9), ints(1, 9))
+    zeros, double = torch.zeros, partial(torch.zeros, dtype=torch.float64)
+    mixed, state, decays = zeros(1, 3, 96), zeros(2, 2, 16, 32), double(1, 3, 2)
+    keys, updates = zeros(1, 3, 1, 16), zeros(1, 3, 2, 32)
+
+    def recur(mixed: Tensor = mixed, keys: Tensor = keys, decays: Tensor = decays, slots: Tensor = one) -> None:
+        each = zeros(1, 3, 2)
+        ops.delta_tree(mixed, each, each, parents, state, slots, zeros(1, 3, 2, 32), keys, updates, decays)
+
+    def advance(keys: Tensor = keys, inputs: Tensor = mixed, path: Tensor | None = one, slot: int = 1) -> None:
+        ops.delta_commit(state[None], zeros(1, 2, 3, 96), keys, updates, decays, inputs, path, 0, 1, slot)
+
+    recur()
+    for path in (one, None):
+        for dtype in (torch.float32, *(d for d, _ in HALVES.values())):
+            advance(inputs=mixed.to(dtype), path=path)
     calls: list[tuple[Any, str]] = [
+        (lambda: recur(mixed[:, :, :64].contiguous()), "mixed must have shape"),
+        (lambda: recur(keys=keys.half()), "keys must be"),
+        (lambda: recur(decays=decays.float()), "decays must be"),
+        (lambda: recur(slots=at), "slot_ids must have shape"),
+        (lambda: advance(keys[:, :2].contiguous()), "updates must have shape"),
+        (lambda: advance(inputs=mixed.long()), "inputs must be bfloat16 or float16"),
+        (lambda: advance(path=at), "path must have shape"),
+        (lambda: advance(slot=2), "status 2"),
         (lambda: ops.draft_top(scores.half(), True, best, ids), "logits must be"),
         (lambda: ops.draft_top(scores, True, best, ids.long()), "ids must be"),
         (lambda: ops.draft_top(scores, True, best[:1], ids), "best must have shape"),

@@ -28,7 +28,16 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
+_WHOLE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+_ARCHITECTURES = {"qwen3_5_text": "qwen35"}  # where they are not the model_type
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -41,6 +50,8 @@ def gguf_name(name: str) -> str:
     if name in _OUTER:
         return _OUTER[name]
     _, _, layer, rest = name.split(".", 3)
+    if rest in _WHOLE:
+        return f"blk.{layer}.{_WHOLE[rest]}"
     module, _, kind = rest.rpartition(".")
     return f"blk.{layer}.{_NAMES[module]}.{kind}"
 
@@ -48,7 +59,7 @@ def gguf_name(name: str) -> str:
 def metadata_of(directory: Path) -> dict[str, Any]:
     """What the converter writes of a config.json and of a tokenizer of words t0, t1, …, as a byte-level BPE of them."""
     config = json.loads((directory / "config.json").read_text())
-    kind = config["model_type"]
+    kind = architecture(config)
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -62,6 +73,18 @@ def metadata_of(directory: Path) -> dict[str, Any]:
         "rope.freq_base": config["rope_theta"],
         "rope.dimension_count": config["head_dim"],
     }
+    if kind == "qwen35":
+        heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        numbers |= {
+            "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
+            "rope.dimension_sections": [11, 11, 10, 0],
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": heads,
+            "ssm.inner_size": heads * size,
+            "full_attention_interval": 1 + config["layer_types"].index("full_attention"),
+        }
     entries = {"general.name": "Random", **{f"{kind}.{key}": value for key, value in numbers.items()}}
     return entries | tokenizer_metadata(config["vocab_size"], eos=config["eos_token_id"])
 
@@ -82,6 +105,8 @@ def tokenizer_metadata(size: int, *, eos: int, pre: str = "gpt-2") -> dict[str, 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint by GGUF's names; a llama's queries and keys in llama.cpp's order of rows."""
     config = json.loads((directory / "config.json").read_text())
+    if architecture(config) == "qwen35":
+        return _of_hybrid(directory, config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors = {}
     for source, tensor in load_file(directory / "model.safetensors").items():
@@ -91,6 +116,37 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
             halves = values.reshape(count, 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         tensors[name] = values
+    return tensors
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    return _ARCHITECTURES.get(config["model_type"], config["model_type"])
+
+
+def _of_hybrid(directory: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Norms and decays as they are used, and value heads one of every key head after the other."""
+    keys, heads, size = (config[f"linear_{n}"] for n in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    order = np.arange(heads).reshape(keys, -1).T.ravel()
+    tensors = {}
+    for source, tensor in load_file(directory / "model.safetensors").items():
+        name, values = gguf_name(source), tensor.float().numpy()
+        kind = name.split(".")[2] if name.startswith("blk.") else name
+        if kind == "ssm_a":
+            values = -np.exp(values)[order]
+        elif kind in ("ssm_dt", "ssm_alpha", "ssm_beta"):
+            values = values[order]
+        elif kind in ("attn_qkv", "ssm_conv1d", "attn_gate"):
+            values = values.reshape(len(values), -1)
+            others = len(values) - heads * size
+            by_head = values[others:].reshape(heads, size, -1)[order]
+            values = np.concatenate([values[:others], by_head.reshape(heads * size, -1)])
+        elif kind == "ssm_out":
+            values = values.reshape(-1, heads, size)[:, order].reshape(len(values), -1)
+        elif "norm" in kind and kind != "ssm_norm":
+            values = values + np.float32(1)
+        if kind == "ffn_norm":
+            name = name.replace(kind, "post_attention_norm")
+        tensors[name] = np.ascontiguousarray(values)
     return tensors
 
 
@@ -114,7 +170,7 @@ def make_gguf(
     entries = {**metadata_of(directory), **(metadata or {})}
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(
-        path, str(entries.pop("general.architecture", config["model_type"])), split_max_tensors=split
+        path, str(entries.pop("general.architecture", architecture(config))), split_max_tensors=split
     )
     for key, value in entries.items():
         if value is not None:

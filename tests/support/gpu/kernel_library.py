@@ -58,6 +58,23 @@ class _KvCompact(ctypes.Structure):
     ]
 
 
+class _DeltaTree(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "mixed log_decays steps parents states slot_ids".split()),
+        *((name, ctypes.c_void_p) for name in "out keys updates decays".split()),
+        *((name, ctypes.c_int32) for name in "sequences tokens slots key_heads value_heads".split()),
+        *((name, ctypes.c_int32) for name in "key_dim value_dim".split()),
+    ]
+
+
+class _DeltaCommit(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "states past keys updates decays inputs path".split()),
+        *((name, ctypes.c_int32) for name in "first path_rows slot slots layers rows key_heads".split()),
+        *((name, ctypes.c_int32) for name in "value_heads key_dim value_dim past_rows single type".split()),
+    ]
+
+
 # Function of the library → the structure it takes; headers of include/ddtree say what the fields mean.
 CALLS: dict[str, type[ctypes.Structure]] = {
     "tree_attention": _TreeAttention,
@@ -66,6 +83,8 @@ CALLS: dict[str, type[ctypes.Structure]] = {
     "packed_mask": _PackedMask,
     "walk": _TreeWalk,
     "compact": _KvCompact,
+    "delta_tree": _DeltaTree,
+    "delta_commit": _DeltaCommit,
 }
 
 # Index = ddtree::Status of include/ddtree/launch.h.

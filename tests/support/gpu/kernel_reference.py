@@ -135,3 +135,23 @@ def walk(parents: Int32, token_ids: Int32, choices: Int32, count: int) -> list[i
         if parents[node] == path[-1] and token_ids[node] == choices[path[-1]]:
             path.append(node)
     return path
+
+
+def delta_tree(
+    mixed: Float, log_decays: Float, steps: Float, parents: Int32, states: Float, heads: tuple[int, int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(results [T, Hv, Dv], the state [T, Hv, Dk, Dv] behind each node) of one sequence by the recurrence, float64.
+
+    mixed [T, C], log_decays and steps [T, Hv], parents [T], states [Hv, Dk, Dv]; heads are Hk and Dk.
+    """
+    (key_heads, dim), (value_heads, _, width) = heads, states.shape
+    q, k, v = np.split(mixed.astype(np.float64), [key_heads * dim, 2 * key_heads * dim], -1)
+    q, k = (x.reshape(-1, key_heads, dim).repeat(value_heads // key_heads, 1) for x in (q, k))
+    q, k = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    v = v.reshape(-1, value_heads, width)
+    behind = np.empty((len(mixed), *states.shape))
+    for j, parent in enumerate(parents):
+        state = (states if not 0 <= parent < j else behind[parent]) * np.exp(log_decays[j].astype(float))[:, None, None]
+        change = steps[j, :, None] * (v[j] - np.einsum("hkv,hk->hv", state, k[j]))
+        behind[j] = state + k[j, :, :, None] * change[:, None]
+    return np.einsum("thkv,thk->thv", behind, q) * dim**-0.5, behind

@@ -47,7 +47,9 @@ class GgufFiles:
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         # llama.cpp's converter writes mistral as llama.
         table = gguf.get_tensor_name_map(numbers.get(self.architecture, gguf.MODEL_ARCH.LLAMA), layers)
-        return {name: table.get_name(name, (".weight", ".bias")) for name in wanted}
+        # Of a delta net the converter renames this one before it asks the table.
+        asked = {name: name.replace(".dt_bias", ".dt_proj.bias") for name in wanted}
+        return {name: table.get_name(other, (".weight", ".bias")) for name, other in asked.items()}
 
     def read(self, name: str) -> NDArray[np.float32]:
         """A float32 copy of one tensor. Raises CheckpointError when it cannot be read or holds NaN or Inf."""

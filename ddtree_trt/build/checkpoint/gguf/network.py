@@ -7,6 +7,7 @@ or by a tensor of divisors (Llama 3).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
 from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFiles
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
+from ddtree_trt.build.checkpoint.hybrids import from_gguf
+from ddtree_trt.models.decoder import HEAD_DIM, LAYERS, WIDTH, Shape, TransformerDims
+from ddtree_trt.models.families import CONFIG_NAMES, DELTA_NAMES, FAMILIES, INTERVAL, ROTARY_SHARE, Family, titles
 from ddtree_trt.models.rope_scaling import RopeScaling, scaling_entries
 from ddtree_trt.models.rotary import inverse_frequencies
 from ddtree_trt.reading import Between, Fields, shown
@@ -35,7 +37,17 @@ _KEYS: Mapping[str, str] = {
     "rope_theta": "rope.freq_base",
     "max_positions": "context_length",
 }
-_ROTARY_KEYS = ("attention.value_length", "rope.dimension_count")  # must be what the size of a head is
+_VALUE_KEY = "attention.value_length"  # must be what the size of a head is
+_ROTARY_KEY = "rope.dimension_count"  # likewise, but in a hybrid
+# Of a hybrid, by the entry of config.json that says the same. The size of value heads is that of all of them.
+_DELTA_KEYS: Mapping[str, str] = {
+    DELTA_NAMES["taps"]: "ssm.conv_kernel",
+    DELTA_NAMES["key_dim"]: "ssm.state_size",
+    DELTA_NAMES["key_heads"]: "ssm.group_count",
+    DELTA_NAMES["value_heads"]: "ssm.time_step_rank",
+    INTERVAL: INTERVAL,
+}
+_VALUES_KEY, _SECTIONS_KEY, _NEXTN_KEY = "ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"
 _ROPE_THETA = 10000.0  # where the file does not say, as in llama.cpp
 # Keys that change nothing → the values with which they do not; none: whatever they say.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -43,7 +55,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.sliding_window": (0,),
     "expert_count": (0,),
     "expert_used_count": (0,),
-    "nextn_predict_layers": (0,),
+    _NEXTN_KEY: (0,),
     "logit_scale": (1.0,),
     "use_parallel_residual": (False,),
     "rope.scale_linear": (1.0,),
@@ -71,6 +83,7 @@ _NEUTRAL_SCALING: Mapping[str, tuple[float, ...] | None] = {
     "yarn_ext_factor": (1, -1),  # −1: what the type has
     "yarn_log_multiplier": (0,),
 }
+_LAYER = re.compile(r"blk\.(\d{1,6})\.")  # begins the names of a layer's tensors
 _STOP_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
 
 # Architectures whose queries and keys the converter puts in the order of pairs (0, 1), (2, 3), … that llama.cpp rotates
@@ -82,11 +95,12 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     """The configuration that the metadata states. Raises CheckpointError for what is missing or not implemented."""
     metadata = files.metadata
     family = _family(files)
-    architecture = family.model_type
-    _refuse_others(metadata, architecture)
-    sizes = _sizes(files, architecture)
+    architecture = files.architecture
+    _refuse_others(metadata, architecture, family)
+    sizes = _sizes(files, architecture, family)
     entries = {CONFIG_NAMES[field]: value for field, value in sizes.items()}
     entries |= _rope_scaling(files, architecture, sizes["head_dim"], sizes["rope_theta"])
+    entries |= _delta_entries(metadata, architecture, sizes["head_dim"]) if family.delta else {}
     dims = transformer_dims(Fields(entries, metadata.source), family)
     token = Between(0, dims.vocab_size - 1)
     stops = [metadata.integer(key, token) for key in _STOP_TOKENS if metadata.has(key)]
@@ -94,9 +108,8 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
 
 
 def _family(files: GgufFiles) -> Family:
-    """The family of that architecture: GGUF calls those that are read as their model_type is called."""
     architecture = files.architecture
-    read = {name: family for name, family in FAMILIES.items() if not family.experts}
+    read = {family.in_gguf or name: family for name, family in FAMILIES.items() if not family.experts}
     if architecture not in read:
         types, kinds = ", ".join(map(repr, read)), titles("and", read.values())
         raise files.metadata.fault(
@@ -105,9 +118,12 @@ def _family(files: GgufFiles) -> Family:
     return read[architecture]
 
 
-def _refuse_others(metadata: Fields, architecture: str) -> None:
-    keys: dict[str, tuple[Any, ...] | None] = dict.fromkeys((*_KEYS.values(), "vocab_size", *_ROTARY_KEYS))
+def _refuse_others(metadata: Fields, architecture: str, family: Family) -> None:
+    keys: dict[str, tuple[Any, ...] | None] = dict.fromkeys((*_KEYS.values(), "vocab_size", _VALUE_KEY, _ROTARY_KEY))
     keys |= {**_NEUTRAL, **{f"{_SCALING}{key}": values for key, values in _NEUTRAL_SCALING.items()}}
+    if family.delta:
+        # Of a text all positions of a vision-language model are the same; what predicts several tokens is left out.
+        keys |= dict.fromkeys((*_DELTA_KEYS.values(), _VALUES_KEY, _SECTIONS_KEY, _NEXTN_KEY))
     for key, value in metadata.data.items():
         name = key.removeprefix(f"{architecture}.")
         values = keys.get(name, ())
@@ -117,7 +133,17 @@ def _refuse_others(metadata: Fields, architecture: str) -> None:
         raise metadata.fault(key, f"is {shown(value)}, which is not implemented{only}")
 
 
-def _sizes(files: GgufFiles, architecture: str) -> dict[str, Any]:
+def _delta_entries(metadata: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
+    """The entries of a config.json for a hybrid's delta nets, and for how much of a head is rotated."""
+    entries = {name: metadata.integer(f"{architecture}.{key}", LAYERS) for name, key in _DELTA_KEYS.items()}
+    heads, key = entries[DELTA_NAMES["value_heads"]], f"{architecture}.{_VALUES_KEY}"
+    if (width := metadata.integer(key, WIDTH)) % heads:
+        raise metadata.fault(key, f"is {width}, no multiple of {architecture}.ssm.time_step_rank {heads}")
+    rotated = metadata.integer(f"{architecture}.{_ROTARY_KEY}", HEAD_DIM)
+    return {**entries, DELTA_NAMES["value_dim"]: width // heads, ROTARY_SHARE: rotated / head_dim}
+
+
+def _sizes(files: GgufFiles, architecture: str, family: Family) -> dict[str, Any]:
     """Fields of `TransformerDims` that families do not fix, each within its own bounds."""
     metadata, kinds = files.metadata, get_type_hints(TransformerDims, include_extras=True)
     if _EMBEDDING not in files.tensors:
@@ -134,7 +160,9 @@ def _sizes(files: GgufFiles, architecture: str) -> dict[str, Any]:
     heads, hidden = read("num_heads"), read("hidden_size")
     sizes = {field: read(field) for field in ("num_layers", "intermediate_size", "rms_norm_eps", "max_positions")}
     size = read("head_dim", hidden // heads)
-    for key in _ROTARY_KEYS:
+    if family.delta:  # layers that predict several tokens are counted, at the end
+        sizes["num_layers"] -= metadata.integer(f"{architecture}.{_NEXTN_KEY}", Between(0, sizes["num_layers"] - 1), 0)
+    for key in (_VALUE_KEY,) if family.delta else (_VALUE_KEY, _ROTARY_KEY):
         if (found := metadata.value(f"{architecture}.{key}", int, size)) != size:
             raise metadata.fault(f"{architecture}.{key}", f"is {found}, which is not implemented; only {size} is")
     return {
@@ -191,12 +219,22 @@ def _scaling_of_divisors(files: GgufFiles, head_dim: int, theta: float) -> dict[
     )
 
 
+def stored_shape(shape: Shape) -> Shape:
+    """How the converter stores a tensor: without axes of 1, which convolutions have."""
+    return tuple(size for size in shape if size > 1) if len(shape) > 2 else shape
+
+
+def unused_tensors(files: GgufFiles, dims: TransformerDims) -> set[str]:
+    """Those of the layers behind the last, which predict several tokens."""
+    return {name for name in files.tensors if (at := _LAYER.match(name)) and int(at[1]) >= dims.num_layers}
+
+
 def read_tensor(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
-    """A float32 copy of the tensor that GGUF calls `name`, its rows in Hugging Face's order."""
-    values = files.read(name)
+    """A float32 copy of the tensor that GGUF calls `name`, its rows in Hugging Face's order, a hybrid's in our form."""
+    values, part = files.read(name), name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if files.architecture not in _PAIRED:
-        return values
-    heads = {"attn_q": dims.num_heads, "attn_k": dims.num_kv_heads}.get(name.split(".")[-2])
+        return from_gguf(part, values, dims)
+    heads = {"attn_q": dims.num_heads, "attn_k": dims.num_kv_heads}.get(part)
     if heads is None:
         return values
     pairs = values.reshape(heads, dims.head_dim // 2, 2, -1)

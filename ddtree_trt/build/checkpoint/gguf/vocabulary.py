@@ -23,12 +23,12 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens; those of text are
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _words(numbers: str) -> str:
-    """Contractions, words, numbers, punctuation, line ends and spaces, each with what goes before it."""
+def _words(numbers: str, marks: str = "") -> str:
+    """Contractions, words, numbers, punctuation, line ends and spaces, each with what goes before it. `marks` are part
+    of words, as letters are."""
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + numbers
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+|{numbers}"
+        rf"| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -53,6 +53,7 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _Splitting(_words(r"\p{N}", r"\p{M}"), nfc=True),
 }
 
 

@@ -101,7 +101,7 @@ MODES = ("auto", "on", "off")
 Flash = Callable[..., Tensor]
 OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
     *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
-    *("draft_top", "add_rms_norm", "split_qkv", "swiglu"),
+    *("draft_top", "add_rms_norm", "split_qkv", "delta_tree", "delta_commit", "swiglu"),
 )
 _logger = logging.getLogger("ddtree_trt.torch")
 _TOLERANCE = 0.05  # of values of size 1 in half precision
@@ -158,12 +158,17 @@ class Place:
     parents: Tensor | None = None  # int32 [N, T], −1 at roots and padding: likewise, in hybrids
 
 
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernels compute an engine of this device and type, for sizes that they have."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
     """The fastest attention for this device, type and head size.
 
     Raises MissingDependency where kernels exist for these and are not built, and the errors of `find_flash`.
     """
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS:
+    if has_kernels(device, dtype) and head_dim in HEAD_DIMS:
         load_operators()
         return Attention(scratch, find_flash(device, dtype, head_dim))
     return Attention()

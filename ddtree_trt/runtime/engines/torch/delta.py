@@ -10,8 +10,9 @@ their children:
 
     u_j + b_j Σ exp(G_j − G_i) (k_j · k_i) u_i = b_j (v_j − exp(G_j) Sᵀ k_j),    over its ancestors i alone.
 
-It is solved by substitution. The inverse as a product of powers of the system's matrix, as in graphs for TensorRT, is
-made of terms up to C(d, d/2) times the result where d keys on a path are alike, and of their differences.
+It is solved by substitution: on GPUs our kernel takes a tree's nodes by depth, each with its ancestors alone, and
+another commits a path in all layers. A sum of powers of the system's matrix has terms up to C(d, d/2) times the result
+where d keys on a path are alike, and the result is their differences.
 
 Letters besides: Hk key heads, each of which serves Hv / Hk value heads that follow each other; C channels of the
 convolution, W its taps. A chain is a tree, and a prompt's chunk is a chain.
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.delta import DeltaNet
+from ddtree_trt.plugins import DELTA_KEY_DIM, DELTA_TOKENS
 from ddtree_trt.runtime.engines.passes import Snapshots
 
 _EPSILON = 1e-6  # added to the square of a norm
@@ -53,7 +55,8 @@ class Ancestors:
     """Of the rows of a pass."""
 
     seen: Tensor  # bool [N, T, T]: whether a row sees another, its ancestors and itself
-    parents: Tensor  # int [N, T], −1 for roots and for padding
+    parents: Tensor  # int [N, T], −1 for roots and for padding; int32 of trees
+    of_tree: bool = False
 
     @staticmethod
     def of_chains(batch: int, tokens: int, device: torch.device) -> Ancestors:
@@ -65,18 +68,20 @@ class Ancestors:
     def of_trees(mask: Tensor, parents: Tensor) -> Ancestors:
         """Of ancestor-or-self bits int32 [N, T, ⌈T/32⌉] and of parents."""
         column = torch.arange(parents.shape[1], device=mask.device)
-        return Ancestors((mask[..., column // 32] >> (column % 32) & 1).bool(), parents)
+        return Ancestors((mask[..., column // 32] >> (column % 32) & 1).bool(), parents, of_tree=True)
 
 
 class States:
     """What the delta-net layers keep for each slot, and of the rows of the last pass until they are committed."""
 
     def __init__(
-        self, dims: TransformerDims, slots: int, every: int, rows: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`every`: tokens between `Snapshots`; `rows`: most N·T of a pass."""
+        self, dims: TransformerDims, slots: int, every: int, rows: int, dtype: torch.dtype, device: torch.device, *,
+        kernels: bool,
+    ) -> None:  # fmt: skip
+        """`every`: tokens between `Snapshots`; `rows`: most N·T of a pass; `kernels`: `torch.ops.ddtree` is loaded."""
         assert dims.delta is not None, "only hybrids keep states"
         d, layers = dims.delta, len(dims.delta_layers)
+        self._kernels, self._tokens = kernels, DELTA_TOKENS if kernels and d.key_dim <= DELTA_KEY_DIM else 0
         self._number = {layer: n for n, layer in enumerate(dims.delta_layers)}
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,12 +97,17 @@ class States:
         )
         self.snapshots = Snapshots[tuple[Tensor, Tensor]](slots, every)
 
-    def of_pass(self, layer: int, slots: Tensor, tokens: int) -> tuple[Tensor, Tensor, Kept]:
-        """Of a layer the states [N, Hv, Dk, Dv] and last inputs [N, W − 1, C] of these slots, and where [N, T] rows of
-        a pass are kept."""
+    def of_pass(
+        self, layer: int, slots: Tensor, tokens: int, *, of_tree: bool
+    ) -> tuple[Tensor, Tensor, Kept, Tensor | None]:
+        """Of a layer the states [N, Hv, Dk, Dv] and last inputs [N, W − 1, C] of slots int32 [N], and where [N, T] rows
+        of a pass are kept; for our kernel the states of all slots, and `slots`."""
         number, at, batch = self._number[layer], slots.long(), len(slots)
         kept = (part[number, : batch * tokens].unflatten(0, (batch, tokens)) for part in vars(self._kept).values())
-        return self._states[number, at], self._past[number, at], Kept(*kept)
+        states, past = self._states[number], self._past[number, at]
+        if of_tree and tokens <= self._tokens:
+            return states, past, Kept(*kept), slots
+        return states[at], past, Kept(*kept), None
 
     def commit(self, slot: int, rows: slice | Tensor, length: int, size: int, *, prompt_ends: bool) -> None:
         """Advance a slot of that length by `size` rows of the last pass, of all N·T, which are a path from a root."""
@@ -108,6 +118,10 @@ class States:
             # Before the last token of a prompt whose chunk has no other there is nothing to advance by.
             kept = advanced(*before, part) if stop > length else (before[0].clone(), before[1].clone())
             self.snapshots.keep(slot, stop, kept)
+        if self._kernels:
+            at, first = (None, rows.start) if isinstance(rows, slice) else (rows, 0)
+            torch.ops.ddtree.delta_commit(self._states, self._past, *vars(self._kept).values(), at, first, size, slot)
+            return
         for tensor, values in zip(before, advanced(*before, path), strict=True):
             tensor.copy_(values)
 
@@ -119,19 +133,25 @@ class States:
 
 def delta_net(
     projected: Tensor, net: DeltaNet, weights: Sequence[Tensor], eps: float, ancestors: Ancestors,
-    state: Tensor, past: Tensor, kept: Kept,
+    state: Tensor, past: Tensor, kept: Kept, slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The layer from projection to projection: float32 [N, T, Hv·Dv] of rows [N, T, sum of `projected_widths`], behind
-    a state [N, Hv, Dk, Dv] and inputs [N, W − 1, C] of the convolution. `weights` are those of the convolution [C, W],
+    a state [N, Hv, Dk, Dv] and inputs [N, W − 1, C] of the convolution. With `slots` int32 [N] the states are those of
+    all slots, and a tree's rows go through our kernel. `weights` are those of the convolution [C, W],
     decays [Hv], biases of decays [Hv] and the norm [Dv] with this epsilon, all float32."""
     conv, decay, bias, norm = weights
     inputs, gates, steps, decays = projected.split(net.projected_widths, -1)
     kept.inputs.copy_(inputs)
-    mixed = convolve(inputs, past, ancestors.parents, conv).split(net.widths, -1)
-    sizes = net.key_dim, net.key_dim, net.value_dim
-    qkv = [part.unflatten(-1, (-1, size)) for part, size in zip(mixed, sizes, strict=True)]
-    log_decays = decay * F.softplus(decays.float() + bias)
-    read = tree_pass(qkv, log_decays, steps.float().sigmoid(), state, ancestors.seen, kept)
+    mixed = convolve(inputs, past, ancestors.parents, conv)
+    moves = decay * F.softplus(decays.float() + bias), steps.float().sigmoid()
+    if slots is None:
+        sizes = net.key_dim, net.key_dim, net.value_dim
+        parts = zip(mixed.split(net.widths, -1), sizes, strict=True)
+        read = tree_pass([part.unflatten(-1, (-1, size)) for part, size in parts], *moves, state, ancestors.seen, kept)
+    else:
+        read = torch.empty_like(kept.updates)
+        results = kept.keys, kept.updates, kept.decays
+        torch.ops.ddtree.delta_tree(mixed, *moves, ancestors.parents, state, slots, read, *results)
     return F.rms_norm(read, (net.value_dim,), norm, eps).flatten(2) * F.silu(gates.float())
 
 

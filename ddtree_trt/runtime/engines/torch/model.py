@@ -108,7 +108,7 @@ class Decoder:
         layer, d, states = self.layers[index], self.dims, self.cache.states
         assert d.delta is not None and states is not None, "a hybrid has a cache with states"
         parts = tuple(part for part in (layer.conv, layer.decay, layer.step_bias, layer.head_norm) if part is not None)
-        before = states.of_pass(index, slots, h.shape[1])
+        before = states.of_pass(index, slots, h.shape[1], of_tree=ancestors.of_tree)
         found = delta_net(self._product(h, layer.qkv), d.delta, parts, d.rms_norm_eps, ancestors, *before)
         return self._product(found.to(h.dtype), layer.o)
 

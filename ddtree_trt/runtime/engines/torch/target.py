@@ -22,7 +22,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows, mask_words, pad_trees
-from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
+from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place, has_kernels, load_operators
 from ddtree_trt.runtime.engines.torch.delta import States
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
@@ -91,7 +91,11 @@ class TargetPass:
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
         kernels, rows, states = attention.kernels, slots * self.bucket(1 + limits.max_tree_budget), None
         if dims.delta is not None:
-            states = States(dims, slots, limits.snapshot_every, max(rows, tokens), dtype, device)
+            ours = kernels or has_kernels(device, dtype)
+            if ours:
+                load_operators()
+            most = max(rows, tokens)
+            states = States(dims, slots, limits.snapshot_every, most, dtype, device, kernels=ours)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=kernels, states=states)
         self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard, products)
         self.logits = torch.empty(slots * tokens, self.network.vocabulary.rows, device=device)
