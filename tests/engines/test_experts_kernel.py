@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import Experts
 
 LAYERS = 2
 Weights = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]  # router [H, E], gate and up, down

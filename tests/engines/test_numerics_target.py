@@ -16,7 +16,7 @@ from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device.buffers import buckets
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import Experts
 from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3, QWEN3_MOE
 
 CHUNK = Limits.prefill_chunk

@@ -19,8 +19,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.bench import report
-from ddtree_trt.bench.measure import Run, engine_runs, measure
-from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.measure import Run, Session, engine_runs, measure
 from ddtree_trt.bench.settings import BenchSettings, Budget
 from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError

@@ -97,7 +97,6 @@ class DFlashDims(TappedDims):
 
 
 def context_norm(dims: DFlashDims) -> Part:
-    """The norm of the projected states."""
     return Part("context_norm", {CONTEXT_NORM: (dims.hidden_size,)})
 
 

@@ -116,12 +116,10 @@ class TrtEngine:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the block of device memory."""
         return self._loaded.layout
 
     @property
     def waits(self) -> int:
-        """How often the host has waited for the device."""
         return self.device.waits
 
     def length(self, slot: int) -> int:

@@ -21,8 +21,8 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.tensor_files import read_tensors
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import Layout, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
