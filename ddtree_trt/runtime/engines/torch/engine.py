@@ -25,7 +25,7 @@ from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.exactness import ATTENTION, why_inexact
+from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
@@ -73,7 +73,6 @@ class TorchEngine:
         self.inexact, products, own = why_inexact(manifest, kernels=kernels, ranks=shard.size), PYTORCH, PYTORCH
         if self.inexact is None:
             products, self.inexact = fixed_order({n: w for n, w in weights.items() if n.startswith(TARGET)}, device)
-            self.inexact = self.inexact or ATTENTION
         in_drafter = {name: w for name, w in scaled.items() if name.startswith(DRAFTER)}
         if in_drafter and device.type == "cuda" and weights[f"{DRAFTER}norm"].dtype != torch.float32:
             own, _ = fixed_order(in_drafter, device)
