@@ -14,7 +14,7 @@ from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check.run import check_engine
 from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import Experts
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.products import Scaled
