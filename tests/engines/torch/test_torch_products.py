@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_builds import PACKAGED, build_torch_engine
 from numerics import random_tree
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +22,6 @@ from ddtree_trt.runtime.engines.torch import engine as torch_engine
 from ddtree_trt.runtime.engines.torch import products as torch_products
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, FixedOrder, Scaled, Tile, fixed_order, tile_for
-from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 ROWS = (1, 3, 17, 65, 200)
 SHARED_BYTES = 227 << 10  # of an H100
@@ -254,57 +252,3 @@ def test_an_engine_makes_all_products_of_its_target_by_them(
     matrices = [network.head, *(w for each in network._decoder.layers for w in vars(each).values() if w is not None)]
     assert used == {w.data_ptr() for w in matrices if w.ndim == 2}
     assert (fixed.inexact, plain.inexact) == (None, KERNELS)
-
-
-def bushy_path(tokens: np.ndarray, depth: int) -> tuple[TokenTree, np.ndarray]:
-    """A tree in which the first `depth` tokens are a path with another child before each of its nodes; the path."""
-    parents, path = [-1], [0]
-    for _ in range(1, depth):
-        parents += [path[-1], path[-1]]
-        path.append(len(parents) - 1)
-    ids, depths = np.full(len(parents), 9), np.zeros(len(parents), np.int32)
-    ids[path] = tokens[:depth]
-    for node in range(1, len(parents)):
-        depths[node] = depths[parents[node]] + 1
-    return TokenTree(ids, np.array(parents, np.int32), depths), np.array(path, np.int32)
-
-
-def test_a_row_of_a_whole_network_has_the_same_bits_in_every_pass(
-    open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the emulated kernels, with products of each row by itself: alone, in chunks, in trees with gaps, beside
-    another slot."""
-    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16", max_batch=2).close()
-    products = FixedOrder(by_pytorch, SHARED_BYTES, pdl=False)
-    monkeypatch.setattr(torch_engine, "why_inexact", lambda *_, **__: None)
-    monkeypatch.setattr(torch_engine, "fixed_order", lambda *_: (products, None))
-    engine, start, end = open_on_kernels(tmp_path / "e"), 60, 100
-    tokens = np.random.default_rng(3).integers(5, engine.manifest.target_dims.vocab_size, end)
-
-    def begin(*lengths: int) -> None:
-        for slot, length in enumerate(lengths):
-            engine.truncate(slot, 0)
-            engine.prefill(slot, tokens[:length], rows="none", taps=False)
-
-    def verify(*trees: TokenTree) -> list[np.ndarray]:
-        found = engine.verify([VerifyRequest(slot, tree) for slot, tree in enumerate(trees)])
-        return [np.array(verdict.logits) for verdict in found]
-
-    begin(start)
-    alone = []
-    for token in tokens[start:]:
-        alone += list(verify(token_chain(np.array([token])))[0])
-        engine.commit(0, np.zeros(1, np.int32), taps=False)
-    for chunk in (1, 7, 40):
-        begin(start)
-        for at in range(start, end, chunk):
-            rows = engine.prefill(0, tokens[at : min(at + chunk, end)], rows="all", taps=False).logits
-            np.testing.assert_array_equal(np.array(rows), alone[at - start : at - start + chunk])
-    begin(start, 33)
-    for at, depth in ((start, 12), (start + 12, 1), (start + 13, 8)):
-        tree, path = bushy_path(tokens[at:], depth)
-        rows, _ = verify(tree, random_tree(np.random.default_rng(at), 40, 2000))
-        np.testing.assert_array_equal(rows[path], alone[at - start : at - start + depth])
-        engine.commit(0, path, taps=False)
-        engine.commit(1, np.zeros(1, np.int32), taps=False)
-    engine.close()
