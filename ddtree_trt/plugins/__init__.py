@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-ABI = 4  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
+ABI = 5  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
 VERSION = "1"
 NAMESPACE = "ddtree"
 
 ATTENTION = "DDTreeAttention"
 COMPACT = "DDTreeKVCompact"
-DELTA_NET = "DDTreeDeltaNet"  # on a CPU only
+DELTA_NET, PRODUCT = "DDTreeDeltaNet", "DDTreeProduct"  # on a CPU only
 NAMES = (ATTENTION, COMPACT)
 
 # What a manifest records of the plugins an engine was built with; the library it runs with must have the same. The ABI

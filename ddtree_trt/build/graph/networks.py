@@ -65,7 +65,7 @@ class Network:
         count = self.dims.experts.count
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
-    def linear(self, x: str, name: str, *sources: str, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
+    def linear(self, x: str, name: str, *sources: str, out: str, gated: int = 0, fine: Fine | None = None) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
         Quantised projections are multiplied as they are stored, and one by one where no single product can replace
@@ -75,7 +75,9 @@ class Network:
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
-            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, uneven, fine)
+            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, gated, fine)
+        if gated:
+            x = self.g.gated_unit(x, gated, out)
         shared = join_scales(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
@@ -191,11 +193,8 @@ class Network:
 
     def swiglu(self, name: str, h: str, gate_up: Part, down: Part, width: int, out: str = "") -> str:
         """One SwiGLU of that width over rows h [N, T, H]."""
-        g = self.g
         both = self.linear(h, f"{name}.gate_up", *gate_up.sources, out=f"{name}.gate_up.out")
-        gate, up = g.split(both, [width, width], [f"{name}.gate", f"{name}.up"])
-        inner = g.swiglu(gate, up, f"{name}.swiglu")
-        return self.linear(inner, f"{name}.down", *down.sources, out=out or f"{name}.mlp", uneven=True)
+        return self.linear(both, f"{name}.down", *down.sources, out=out or f"{name}.mlp", gated=width)
 
 
 def embedding_table(dims: TransformerDims, weights: Weights, prefix: str) -> Table:

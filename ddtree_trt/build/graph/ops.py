@@ -150,12 +150,16 @@ class Graph(ABC):
         padded = self.op("Pad", [x, after, "", axis], [f"{out}.padded"])
         return self.op("Slice", [self.product(padded, weight, f"{out}.products"), start, end, axis], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, gated: int = 0, fine: Fine | None = None) -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
-        under `key` in whatever form this graph multiplies it in. Where products are rounded: `uneven`
-        says that some values of a row are many times larger than the others, `fine` which outputs are worth a more
-        precise product than others."""
-        return self.product(x, self.weight(key, make), out)
+        under `key` in whatever form this graph multiplies it in. `gated`: x are gate and up, each so wide, and the
+        rows are silu(gate) · up. Where products are rounded, `fine` says which outputs are worth a more precise one."""
+        return self.product(self.gated_unit(x, gated, out) if gated else x, self.weight(key, make), out)
+
+    def gated_unit(self, both: str, width: int, out: str) -> str:
+        """silu(gate) · up of rows of gate and up."""
+        gate, up = self.split(both, [width, width], [f"{out}.gate", f"{out}.up"])
+        return self.swiglu(gate, up, f"{out}.swiglu")
 
     def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:
         """As `linear`, for a quantised weight [in, out]; x is scaled and rounded as `scales` say."""
