@@ -138,4 +138,4 @@ def commit_delta(
     [layers, T, values] that the last pass wrote. See `models/delta.py` for what they hold."""
 
 def attention_isa() -> str:
-    """The instruction set of `DDTreeAttention` on this CPU: "avx512-bf16", "avx512", "avx2" or "plain"."""
+    """The instruction set of the operators on this CPU: "avx512-bf16", "avx512-vnni", "avx512", "avx2" or "plain"."""

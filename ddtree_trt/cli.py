@@ -18,13 +18,10 @@ from ddtree_trt import __version__
 from ddtree_trt.commands.bench import bench
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
-from ddtree_trt.commands.doctor import doctor
-from ddtree_trt.commands.export_triton import export_triton
-from ddtree_trt.commands.export_trtllm import export_trtllm
-from ddtree_trt.commands.inspect import inspect
+from ddtree_trt.commands.export import export_triton, export_trtllm
+from ddtree_trt.commands.inspect import doctor, inspect
 from ddtree_trt.commands.run import RunCommand, run
-from ddtree_trt.commands.run_batch import run_batch
-from ddtree_trt.commands.serve import serve
+from ddtree_trt.commands.serve import run_batch, serve
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.terminal import printing as terminal
 

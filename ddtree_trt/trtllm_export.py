@@ -25,31 +25,24 @@ from ddtree_trt.build.sources import PackagedSource, locate, named_source
 from ddtree_trt.errors import UsageError
 
 RELEASE = "1.4.0rc1"  # whose sources the names are from
-CONFIG, PLAIN_CONFIG, README = "config.yaml", "plain.yaml", "README.md"
+CONFIG, PLAIN_CONFIG = "config.yaml", "plain.yaml"
 RECORD = "export.json"  # written last
 SPECULATIVE = "speculative_config"
 
-_README = """\
-# {name} under TensorRT-LLM
-
-Written by ddtree-trt {version} for the pair of the engine `{name}`: `{config}` runs the target with the drafter's chain
-(DFlash), `{plain}` the target alone. Names are those of TensorRT-LLM {release}; **the authors of ddtree-trt did not run
-it**. DFlash is in its PyTorch backend, as far as its documents say in 1.3.0rc27 and later pre-releases.
-
-```sh
-trtllm-serve {target} --config {config} --port 8000
-trtllm-serve {target} --config {plain} --port 8000     # without speculation
-```
-
+_HEAD = """\
+# Written by ddtree-trt {version} for the pair of the engine {name}: the target with the drafter's chain (DFlash). Names
+# are those of TensorRT-LLM {release}; the authors of ddtree-trt did not run it. DFlash is in its PyTorch backend, as
+# far as its documents say in 1.3.0rc27 and later pre-releases. With {plain} the target runs alone:
+#   trtllm-serve {target} --config {config} --port 8000
 """
 _REVISION = """\
-It takes the drafter's newest revision. The engine was built from {revision}: to run that one,
-`hf download {name} --revision {revision} --local-dir drafter`, and set `speculative_model` to that directory.
-
+# It takes the drafter's newest revision. The engine was built from {revision}; to run that one:
+#   hf download {name} --revision {revision} --local-dir drafter
+# and set speculative_model to that directory.
 """
 _TEMPLATE = """\
-The drafter was trained with the chat template's arguments `{arguments}`: send them with every chat, as
-`"chat_template_kwargs": {arguments}`.
+# The drafter was trained with these arguments of the chat template; send them with every chat:
+#   "chat_template_kwargs": {arguments}
 """
 
 
@@ -74,16 +67,15 @@ def export_pair(
     draft = _find_model(manifest.drafter, drafter, "--drafter")
     config = settings(manifest, target, draft)
     values = {"name": manifest.name, "target": shlex.quote(target.name), "config": CONFIG, "plain": PLAIN_CONFIG}
-    readme = _README.format(**values, version=__version__, release=RELEASE)
+    head = _HEAD.format(**values, version=__version__, release=RELEASE)
     if draft.revision is not None:
-        readme += _REVISION.format(name=draft.name, revision=draft.revision)
+        head += _REVISION.format(name=draft.name, revision=draft.revision)
     if manifest.chat_template_args:
-        readme += _TEMPLATE.format(arguments=json.dumps(dict(manifest.chat_template_args)))
+        head += _TEMPLATE.format(arguments=json.dumps(dict(manifest.chat_template_args)))
     record = {"model": target.name, "target": manifest.target.sha256, "drafter": manifest.drafter.sha256}
     with atomic_directory(destination, force=force, marker=RECORD) as directory:
         for name, content in ((CONFIG, config), (PLAIN_CONFIG, plain(config))):
-            (directory / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        (directory / README).write_text(readme, encoding="utf-8")
+            (directory / name).write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         (directory / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

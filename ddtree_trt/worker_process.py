@@ -72,7 +72,6 @@ class WorkerProcess:
             return self._parse_answer(self._exchange(self._ready_process(), request, seconds, most_bytes))
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._stop()
 
@@ -150,7 +149,6 @@ class WorkerProcess:
         return self._process
 
     def _last_error_line(self) -> str:
-        """The last line that the process wrote to stderr."""
         if self._errors is None:
             return ""
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))

@@ -12,7 +12,7 @@ import typer
 from ddtree_trt.errors import DDTreeError, install_with
 
 # Packages by the extra that has them.
-EXTRAS = {"datasets": "bench", "httpx": "bench", "llama_cpp": "peers", "matplotlib": "bench", "tensorrt_llm": "trtllm"}
+EXTRAS = {"datasets": "bench", "httpx": "bench", "llama_cpp": "peers", "tensorrt_llm": "trtllm"}
 
 
 def names() -> dict[str, str]:

@@ -14,18 +14,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from ddtree_trt.bench.measure import PAUSE_S, describe_engine, describe_environment
+from ddtree_trt.bench.measure import PAUSE_S, Session, describe_engine, describe_environment
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.report import table
-from ddtree_trt.bench.session import Session
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.options import EngineOptions
@@ -50,15 +49,7 @@ class Work:
     whole: bool = False  # timed with its prompts
 
 
-class Model(Protocol):
-    """llama.cpp; `peers.llamacpp.LlamaCpp` says more."""
-
-    def step(self, tokens: Mapping[int, Sequence[int]]) -> Sequence[Any]: ...
-    def truncate(self, sequence: int, length: int = 0) -> None: ...
-    def close(self) -> None: ...
-
-
-OpenModel = Callable[[int, int], Model]  # with so many caches of so many tokens
+OpenModel = Callable[[int, int], Any]  # a `peers.llamacpp.LlamaCpp`, with so many caches of so many tokens
 
 
 def rate(times: Sequence[_Times], whole: bool) -> float:
@@ -83,7 +74,7 @@ def ours(
     return times, [request.sequences[0].output for request in requests]
 
 
-def theirs(model: Model, held: list[_Ids], turn: _Turn) -> tuple[_Times, int]:
+def theirs(model: Any, held: list[_Ids], turn: _Turn) -> tuple[_Times, int]:
     """(times, choices that `ar` made, too) of one turn led along its answers. `held`: what each cache has."""
     times, agreed = [list[float]() for _ in turn], 0
     start, fed = time.perf_counter(), {}

@@ -77,14 +77,6 @@ def import_published(path: Path) -> tuple[ModuleType, ModuleType]:
                 sys.modules[name] = before
 
 
-def commit_of(path: Path) -> str:
-    """The checkout's commit. Raises UsageError where files differ from it."""
-    git = ["git", "-C", str(path)]
-    if changed := subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True):
-        raise UsageError(f"expected an unmodified checkout of {REPOSITORY} at {path}, found changes:\n{changed}")
-    return subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-
-
 def crop(cache: Any, length: int, native: Any = DynamicCache.crop) -> None:
     """Keep the first `length` tokens, as before transformers 5, which takes the number of tokens to remove."""
     if (excess := cache.get_seq_length() - length) > 0:
@@ -176,7 +168,10 @@ def one_per_line(document: Record) -> str:
 
 
 def main(reference: Annotated[Path, typer.Option(help=f"a checkout of {REPOSITORY}")], output: Output = OUTPUT) -> None:
-    modules, commit = import_published(reference), commit_of(reference)
+    modules = import_published(reference)
+    commit = subprocess.check_output(
+        ["git", "-C", str(reference), "describe", "--always", "--abbrev=40", "--dirty"], text=True
+    )
     torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
     transformers.utils.logging.disable_progress_bar()
     prompts = choose_prompts(PAIR / "prompts.jsonl")
@@ -188,8 +183,8 @@ def main(reference: Annotated[Path, typer.Option(help=f"a checkout of {REPOSITOR
     document = {
         "schema_version": 1,
         "about": "Traces of the published DDTree code. workbench/golden.py says what the fields count.",
-        "regenerate": [f"git clone {REPOSITORY} ../ddtree", f"git -C ../ddtree checkout {commit}", command],
-        "source": {"repository": REPOSITORY, "commit": commit},
+        "regenerate": [f"git clone {REPOSITORY} ../ddtree", f"git -C ../ddtree checkout {commit.strip()}", command],
+        "source": {"repository": REPOSITORY, "commit": commit.strip()},
         "versions": {"python": platform.python_version()} | libraries,
         "sha256": {str(p.relative_to(PAIR)): hashlib.sha256(p.read_bytes()).hexdigest() for p in weights},
         "settings": settings,

@@ -1,17 +1,15 @@
-"""Time the host's work of a round: its native functions, and rounds of N slots over an engine of ready arrays.
+"""Time the host's work of rounds of N slots, over an engine of ready arrays.
 
     python -m workbench host
 
-Of a native function the median of one call through Python, in microseconds, for L = 15 draft positions and K = B
-candidates, past = 2048. Of rounds Python calls and microseconds a slot: on the engine's thread, and where a part of a
-stream is taken.
+Python calls and microseconds a slot: on the engine's thread, and where a part of a stream is taken.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import ddtree_trt
-from ddtree_trt import _native
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
@@ -31,12 +28,9 @@ from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Verdict, Verify
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from workbench.manifests import bare_manifest
+from workbench.options import bare_manifest
 
 POSITIONS = 15
-PAST = 2048
-BUDGETS = (16, 64, 256, 1024)
-TIME_PER_CASE_S = 0.3
 SLOTS = (1, 4, 16, 64)
 ROUNDS, ACCEPTED, NODES = 64, 4, 16  # of a measurement; draft tokens that a round accepts; in a tree of fixed size
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "auto": {},
 }
 TOKENIZER = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer"
-HEADS = ("B", "build_tree", "packed_mask", "walk")
 
 
 def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,43 +49,6 @@ def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
     log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     token_ids = np.argsort(rng.random((POSITIONS, width)), axis=1)
     return np.ascontiguousarray(log_probs, np.float32), token_ids.astype(np.int32)
-
-
-def median_us(call: Callable[[], object]) -> float:
-    """Median microseconds of a call."""
-    call()
-    samples_ns: list[int] = []
-    until = time.perf_counter() + TIME_PER_CASE_S
-    while time.perf_counter() < until or len(samples_ns) < 5:
-        begin = time.perf_counter_ns()
-        call()
-        samples_ns.append(time.perf_counter_ns() - begin)
-    return float(np.median(samples_ns)) / 1e3
-
-
-def measure(budget: int) -> list[float]:
-    """Microseconds of each column of the table."""
-    log_probs, token_ids = draft(budget)
-    picked, _, parents, _ = _native.build_tree(log_probs, token_ids, budget)
-    tree_tokens = len(parents)
-    choices = np.zeros(tree_tokens, np.int64)
-    node = tree_tokens - 1  # the target's choices follow the path to the last node added
-    while node > 0:
-        choices[parents[node]] = picked[node - 1]
-        node = parents[node]
-    return [
-        median_us(lambda: _native.build_tree(log_probs, token_ids, budget)),
-        median_us(lambda: _native.packed_mask(parents)),
-        median_us(lambda: _native.walk(parents, picked, choices)),
-    ]
-
-
-def measure_compaction() -> float:
-    """Microseconds to keep 7 scattered rows in 28 layers of keys and values, 8 heads of 128 floats."""
-    shape = (128, PAST + 64, False)
-    cache = np.zeros((28, 1, 8, (PAST + 64) * 2 * 128 * 4), np.uint8)
-    keep = np.array([0, 1, 4, 9, 17, 30, 52], np.int32)
-    return median_us(lambda: _native.compact_cache(cache, 0, *shape, PAST, keep))
 
 
 class ReadyEngine:
@@ -199,11 +155,7 @@ def round_us(slots: int, params: dict[str, Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    print("Median µs per call\n" + "".join(f"{head:>15}" for head in HEADS))
-    for budget in BUDGETS:
-        print(f"{budget:>15}" + "".join(f"{us:>15,.1f}" for us in measure(budget)))
-    print(f"compact_cache, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")
-    print(f"\nRounds, a slot\n{'N':>10}" + "".join(f"{f'{name}: calls':>18}{'µs':>8}{'part µs':>10}" for name in CASES))
+    print(f"Rounds, a slot\n{'N':>10}" + "".join(f"{f'{name}: calls':>18}{'µs':>8}{'part µs':>10}" for name in CASES))
     for slots in SLOTS:
         cells = [(python_calls(slots, params), *round_us(slots, params)) for params in CASES.values()]
         print(f"{slots:>10}" + "".join(f"{calls:>18.1f}{us:>8.1f}{part:>10.1f}" for calls, us, part in cells))

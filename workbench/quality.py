@@ -4,18 +4,15 @@
 
 Both engines read the same windows of text. Printed are the mean Kullback-Leibler divergence from the reference to the
 engine in nats a token, the share of tokens after which both have the same best token, and the perplexity of each. The
-default text is the prose of this repository's documentation. Last comes the time of a single token in each: medians of
-passes that take turns, of use where the machine has nothing else to do.
+default text is the prose of this repository's documentation.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import numpy as np
@@ -23,15 +20,13 @@ import typer
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engines.base import Engine, VerifyRequest
+from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("architecture.md", "generation.md", "serving.md", "deployment.md")
 OUR_PROSE: list[Path] = []
-PAST, TURNS, IN_A_ROW = 100, 60, 5  # of the timed passes
 SHORTEST = 200  # characters of a paragraph of prose
 MARKUP = tuple("#|`-<!0123456789")  # what headings, tables, lists, code and comments begin with
 BLOCKS = ("```", "<!--", "\n|")  # what else is in paragraphs that hold code, comments or tables
@@ -79,23 +74,6 @@ def log_probs(engine: Engine, token_ids: NDArray[np.int64]) -> NDArray[np.float3
     return logits
 
 
-def token_times(engines: Sequence[Engine]) -> list[float]:
-    """Median seconds of a single token of each engine, behind PAST others. Uses slot 0 of each."""
-    tree = TokenTree(np.array([1], np.int64), chain_parents(1), np.zeros(1, np.int32))
-    times: list[list[float]] = [[] for _ in engines]
-    for engine in engines:
-        engine.prefill(0, np.ones(PAST, np.int64), rows="none", taps=False)
-    for _ in range(TURNS):
-        for engine, spent in zip(engines, times, strict=True):
-            start = time.perf_counter()
-            for _ in range(IN_A_ROW):
-                engine.verify([VerifyRequest(0, tree)])
-            spent.append((time.perf_counter() - start) / IN_A_ROW)
-    for engine in engines:
-        engine.truncate(0, 0)
-    return [median(spent) for spent in times]
-
-
 def documentation() -> str:
     """The paragraphs of prose in this repository's documentation."""
     paragraphs = [p for page in PAGES for p in (DOCS / page).read_text(encoding="utf-8").split("\n\n")]
@@ -120,10 +98,7 @@ def main(
         if own.manifest.target.sha256 != other.manifest.target.sha256:
             raise UsageError(f"{engine} and {reference} are engines of different targets")
         found = compare(own, other, token_ids, window)
-        own_s, other_s = token_times((own, other))
-        ratio = f"{own_s / other_s:.2f} (threads: {own.threads} and {other.threads})"
     print(
         f"{found.tokens} tokens: divergence {found.divergence:.4f} nats a token, same best token {found.same_best:.1%}"
     )
     print(f"perplexity {found.perplexity:.2f}, of the reference {found.reference_perplexity:.2f}")
-    print(f"a single token {own_s * 1e3:.2f} ms, of the reference {other_s * 1e3:.2f}: {ratio}")

@@ -21,7 +21,7 @@ from ddtree_trt.models.decoder import BIAS, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
-from workbench.manifests import bare_manifest
+from workbench.options import bare_manifest
 
 LOGIT_STD = 10.0
 

@@ -26,7 +26,7 @@ import httpx
 
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.settings import TINY
-from workbench.server import started_server
+from workbench.options import started_server
 
 GROWTH_BYTES = 16 << 20  # of resident memory, from the second quarter of the run to the last: the allocator's noise
 _THING = {

@@ -2,16 +2,19 @@
 # Framework-free host code. No -march flag: wheels must run on every CPU of their platform.
 add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/candidates.cpp host/tree.cpp)
 target_include_directories(ddtree_host PUBLIC include)
-# Attention and delta nets on the CPU, once for each instruction set; the best is chosen when it runs. Without contraction, so that every
+# Attention, delta nets and products on the CPU, once for each instruction set; the best is chosen when it runs. Without contraction, so that every
 # fused multiply-add is a written one and a row has the same bits however it is computed. The plain version is the first:
 # of inline functions that several have the linker takes that one's, which every CPU runs.
 set(ddtree_attention host/attention/attention.cpp host/attention/operator.cpp host/attention/plain.cpp
-    host/delta/operator.cpp)
+    host/delta/operator.cpp host/product/operator.cpp)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND ddtree_attention host/attention/avx2.cpp host/attention/avx512.cpp host/attention/avx512_bf16.cpp)
+  list(APPEND ddtree_attention host/attention/avx2.cpp host/attention/avx512.cpp host/attention/avx512_vnni.cpp
+       host/attention/avx512_bf16.cpp)
   set(wide -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma)
   set_source_files_properties(host/attention/avx2.cpp PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma")
   set_source_files_properties(host/attention/avx512.cpp PROPERTIES COMPILE_OPTIONS "${wide}")
+  list(APPEND wide -mavx512vnni)
+  set_source_files_properties(host/attention/avx512_vnni.cpp PROPERTIES COMPILE_OPTIONS "${wide}")
   set_source_files_properties(host/attention/avx512_bf16.cpp PROPERTIES COMPILE_OPTIONS "${wide};-mavx512bf16")
   set_source_files_properties(host/attention/attention.cpp PROPERTIES COMPILE_DEFINITIONS DDTREE_X86)
 endif()

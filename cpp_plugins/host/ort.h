@@ -117,9 +117,9 @@ inline OrtStatus* read(const OrtKernelContext* context, size_t index, Tensor& te
 }
 
 // The operator's only output, float of that shape.
-inline OrtStatus* output(OrtKernelContext* context, std::initializer_list<int64_t> shape, float** data) {
+inline OrtStatus* output(OrtKernelContext* context, const std::vector<int64_t>& shape, float** data) {
     OrtValue* value = nullptr;
-    if (OrtStatus* status = call(GET_OUTPUT, context, size_t{0}, shape.begin(), shape.size(), &value)) return status;
+    if (OrtStatus* status = call(GET_OUTPUT, context, size_t{0}, shape.data(), shape.size(), &value)) return status;
     void* found = nullptr;
     OrtStatus* status = call(GET_DATA, value, &found);
     *data = static_cast<float*>(found);
@@ -190,5 +190,6 @@ const Operator* record() {
 // The operators.
 const Operator* attention();
 const Operator* delta_net();
+const Operator* product();
 
 }  // namespace ddtree::ort

@@ -95,7 +95,8 @@ def check_template(template: str, given_as: str) -> None:
 
 
 def _free_names(template: str) -> set[str]:
-    """The names that a template reads and neither sets itself nor has from Jinja or transformers."""
+    """The names that a template reads and neither sets itself nor has from Jinja or transformers. (What `jinja2.meta`
+    has for this computes constants, however large.)"""
     from jinja2 import Environment, nodes
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])

@@ -46,7 +46,6 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
     def mapped(self) -> NDArray[Any]:

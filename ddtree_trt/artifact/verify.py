@@ -9,16 +9,51 @@ Bits that decay on a disk are found by `verify_files`, which `ddtree-trt inspect
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.files import MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_files
-from ddtree_trt.artifact.manifest import Manifest, digest_holds
+from ddtree_trt.artifact.files import ENGINES, MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_files
+from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Limits, Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically
+from ddtree_trt.reading import printable
+
+
+def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
+    """The command that builds this engine again, quoted for a shell; plans of TensorRT for RTX for these kinds of GPU
+    too."""
+    words = ["ddtree-trt", "build", "--target", manifest.name]
+    for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
+        if network.revision == LOCAL:
+            words += [option, "FILE.gguf" if network.name.endswith(".gguf") else "DIR"]
+        elif network.revision != PACKAGED:
+            words += [option, f"{network.name}@{network.revision}"]
+    for name in ("max_seq_len", "max_tree_budget", "max_batch"):
+        value = getattr(manifest.limits, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []
+    for name, value in manifest.chat_template_args.items():
+        words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
+    # Always named: what a build takes by itself depends on the machine.
+    words += ["--backend", manifest.backend, "--precision", manifest.precision]
+    words += _plan_options(manifest, gpus)
+    if directory.absolute() != (ENGINES / manifest.name).absolute():
+        words += ["--output", str(directory)]
+    return printable(shlex.join([*words, "--force"]))
+
+
+def _plan_options(manifest: Manifest, gpus: tuple[str, ...]) -> list[str]:
+    """Options of the builders of plans, where they are not the defaults of the machine the engine was built on."""
+    words = []
+    backend = BACKENDS[manifest.backend]
+    if backend.portable:
+        for kind in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
+            words += ["--gpu", kind]
+    if len(backend.attentions) > 1 and manifest.attention == "native":
+        words += ["--attention", "native"]
+    return words
 
 
 def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> None:

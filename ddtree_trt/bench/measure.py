@@ -12,17 +12,55 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
-from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.core import assemble_core, open_core
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
+from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.profile import fingerprint
+from ddtree_trt.runtime.options import DEFAULTS, DeviceRoundsMode, EngineOptions
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import Prompt
+
+
+class Session:
+    """Automatic budgets keep what they learn from one request to the next."""
+
+    def __init__(self, directory: Path, options: EngineOptions = DEFAULTS, *, engine: Engine | None = None) -> None:
+        """`engine`: an open engine, whose directory needs to hold a tokenizer only."""
+        core = open_core(directory, options, warm=False) if engine is None else assemble_core(directory, engine)
+        self.core = core
+        self.engine = core.engine
+        self.codec = core.codec
+        self.manifest = core.engine.manifest
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, *, device_rounds: DeviceRoundsMode = "auto"
+    ) -> tuple[RequestOutput, float]:
+        """(output, time of its completion by `perf_counter`). Raises as LLM.generate does."""
+        request = self.core.maker.make(prompt, params, device_rounds=device_rounds)
+        self.core.scheduler.reset_prefix_cache()
+        self.core.run([request])
+        ended_s = time.perf_counter()
+        request.raise_error()
+        return request.output(), ended_s
+
+    def run(self, prompt: Prompt, case: Case, **params: Any) -> tuple[RequestOutput, float]:
+        """`generate` as the case says, on the device or the host, whatever `auto` would choose."""
+        budget = "auto" if case.budget is None else case.budget
+        given = SamplingParams(method=case.method, tree_budget=budget, **params)
+        return self.generate(prompt, given, device_rounds="on" if case.device else "off")
+
+    def close(self) -> None:
+        self.core.close()
+
 
 BASELINE = AUTOREGRESSIVE.name
 PAUSE_S = 0.02  # between two requests, in which the previous one's threads stop spinning

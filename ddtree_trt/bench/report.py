@@ -111,7 +111,6 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
 
 
 def _stages(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Milliseconds per round."""
     if not outcomes:
         return {}
     rows = [[o.stage_s[stage] for stage in ROUND_STAGES] for o in outcomes]

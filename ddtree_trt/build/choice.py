@@ -117,7 +117,7 @@ def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Want
         return
     if pair:
         kind = pair.drafter.kind
-        if backend.half not in kind.halves:
+        if not kind.has(backend.half):
             yield Obstacle(f"{kind.title}s are not implemented for it")
         if not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
             yield Obstacle("mixtures of experts are not implemented for it")

@@ -41,7 +41,6 @@ class DryRun:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         return {**vars(self), "limits": vars(self.limits), "memory": self.memory.to_dict()}
 
 

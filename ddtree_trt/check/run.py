@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.measure import Session
 from ddtree_trt.bench.prompts import load_prompts
-from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.check.agreement import Text, measure_agreement
 from ddtree_trt.check.findings import (
@@ -30,8 +30,9 @@ from ddtree_trt.check.findings import (
     DraftingFinding,
     GreedyFinding,
     TauFinding,
+    place_in_distribution,
+    uniformity,
 )
-from ddtree_trt.check.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
@@ -77,7 +78,6 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
 
 
 def answers(session: Session, prompts: Sequence[list[int]], max_tokens: int) -> list[Text]:
-    """The texts that the target makes of prompts, token by token."""
     outputs = [session.run(ids, Case(AUTOREGRESSIVE.name), max_tokens=max_tokens)[0] for ids in prompts]
     return [Text((*ids, *o.outputs[0].token_ids), len(ids)) for ids, o in zip(prompts, outputs, strict=True)]
 

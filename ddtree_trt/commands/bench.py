@@ -50,8 +50,7 @@ def bench(
             _prepare(file.parent)
 
     from ddtree_trt.bench import report
-    from ddtree_trt.bench.measure import engine_runs, measure
-    from ddtree_trt.bench.session import Session
+    from ddtree_trt.bench.measure import Session, engine_runs, measure
 
     if plot is not None:
         report.require_matplotlib()

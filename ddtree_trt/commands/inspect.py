@@ -1,8 +1,11 @@
-"""`ddtree-trt inspect`: verify an engine directory and show its contents."""
+"""`ddtree-trt inspect` and `doctor`: what an engine holds, and what this machine has."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from ddtree_trt.commands.arguments import AsJson, EngineDirectory
+from ddtree_trt.doctor import diagnose
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.terminal import printing as terminal
 
@@ -18,3 +21,12 @@ def inspect(
         terminal.print_json(report.to_dict())
     else:
         terminal.print_engine(report)
+
+
+def doctor(json: AsJson = False) -> None:
+    """Show what this machine has and what that enables."""
+    diagnosis = diagnose()
+    if json:
+        terminal.print_json(dataclasses.asdict(diagnosis))
+    else:
+        terminal.print_diagnosis(diagnosis)

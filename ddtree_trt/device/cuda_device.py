@@ -79,7 +79,6 @@ class Device:
         self._call("cudaMemcpyAsync", target, source, size, kind, self._stream)
 
     def synchronize(self) -> None:
-        """Wait for everything on the stream."""
         self.waits += 1
         self._call("cudaStreamSynchronize", self._stream)
 

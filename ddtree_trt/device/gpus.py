@@ -27,7 +27,6 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> int | None:
-        """None where it is not known."""
         match = re.fullmatch(r"(\d+) MiB", self.memory)
         return int(match[1]) << 20 if match else None
 

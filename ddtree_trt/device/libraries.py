@@ -155,5 +155,4 @@ def load_plugins(trt: Any, log: Any, path: Path, refusal: type[DDTreeError]) -> 
 
 
 def io_tensors(engine: Any) -> set[str]:
-    """Names of an ICudaEngine's inputs and outputs."""
     return {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}

@@ -53,7 +53,6 @@ class MemoryPlan:
         return self.weights_bytes + self.kv_bytes_all_slots + self.buffers_bytes + self.workspace_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as plain JSON data."""
         sums = {"kv_bytes_all_slots": self.kv_bytes_all_slots, "total_bytes": self.total_bytes}
         return {**dataclasses.asdict(self), **sums}
 
@@ -105,7 +104,6 @@ _WEIGHT_FILES = (
 
 
 def plan_manifest(manifest: Manifest) -> MemoryPlan:
-    """The plan of a built engine."""
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
@@ -146,7 +144,6 @@ class _Engine:
 
     @property
     def size(self) -> int:
-        """Bytes of a value."""
         return PRECISIONS[self.precision].value_bytes
 
     @property
@@ -159,19 +156,17 @@ class _Engine:
     def weights_bytes(self, stored: int) -> int:
         """Of the weights once they are loaded.
 
-        ONNX Runtime's sessions each pack the weights that they multiply by into memory of their own, and the file's
-        pages are given back: so there is a head per session, also where both have the same one, and besides it an
-        embedding, whose pages the sessions share.
+        ONNX Runtime's sessions each pack the float32 weights that they multiply by into memory of their own, and the
+        file's pages are given back: so there is a head per session, also where both have the same one, and besides it
+        an embedding, whose pages the sessions share, as they do all of 8-bit weights.
         """
         networks = (self.target, self.drafter)
         heads = _table_values(HEAD, *networks)
         if self.backend.plans:  # heads in float32 on the device
             return stored + sum(heads) * FLOAT_BYTES
-        if not self.backend.on_cpu:
+        if not self.backend.on_cpu or PRECISIONS[self.precision].quantized:
             return stored
         again = 0 if len(heads) > 1 else heads[0]  # of the target's head in the drafter's session
-        if PRECISIONS[self.precision].quantized:  # the file has the embedding in float32, and every network's head
-            return stored + again
         tables = {name for d in networks for table in kind_of(d).own_tables for name in table.sources}
         shapes = (item for d in networks for item in checkpoint_shapes(d, tied=True).items())
         layers = sum(math.prod(shape) for name, shape in shapes if name not in tables)
@@ -192,10 +187,7 @@ class _Engine:
         """About those of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
         wide = self.widest_bytes()
         if self.backend.on_cpu:
-            # An 8-bit head is a product, and the logits that are its multiple.
-            logits = self.rows * self.target.vocab_size if PRECISIONS[self.precision].quantized else 0
-            # Memory is taken in powers of two and kept.
-            return 2 * (wide + logits * FLOAT_BYTES)
+            return 2 * wide  # memory is taken in powers of two and kept
         # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about
         # as much is assumed.
         scratch = attention_workspace_bytes((self.target, self.drafter), self.limits) if self.size == 2 else 0

@@ -68,7 +68,6 @@ class Survey:
         return self.faults.get(module)
 
     def version(self, module: str) -> str | None:
-        """The version of an installed module; None where it is not installed."""
         return next(iter(self.versions.get(module, {}).values()), None)
 
 

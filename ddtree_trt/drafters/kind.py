@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from ddtree_trt.models.decoder import Part, Shapes, TransformerDims
 
 # What one pass proposes: all positions of a block, a level of a tree, or one token.
 Drafts = Literal["block", "levels", "tokens"]
+OF_BUILDS = {"dialects": "DIALECTS", "graph": "build"}  # halves, and what is taken from each
 EMBEDDING, HEAD = "embedding", "head"  # names of tables
 # Of a tree that is drafted level by level, as EAGLE is published: nodes that a pass expands, and children of each; and
 # its levels, where its number of nodes is fixed.
@@ -31,9 +33,6 @@ class DrafterKind(ABC):
     record: ClassVar[type[TransformerDims]]  # of its dimensions; those of two kinds differ
     drafts: ClassVar[Drafts]
     shifted_inputs: ClassVar[bool] = False  # a row of its cache is made of a token's states and of the token after it
-    # Its halves. Of builds: "dialects", with a list of `Dialect`, and "graph", with a function of (Graph, the
-    # drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its `Drafter`, in `on_BACKEND.py`.
-    halves: ClassVar[tuple[str, ...]]
 
     tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
     target_layers: int | None = None  # layers of the target it was trained for; None where any will do
@@ -48,10 +47,18 @@ class DrafterKind(ABC):
 
     @classmethod
     def load(cls, half: str) -> Any:
-        """What one of `halves` is for."""
-        package, names = cls.__module__.rpartition(".")[0], {"dialects": "DIALECTS", "graph": "build"}
-        module = half if half in names else f"on_{half}"
-        return getattr(import_module(f"{package}.{module}"), names.get(half, "make"))
+        """What a half of its package is for. Of builds: "dialects", with a list of `Dialect`, and "graph", with a
+        function of (Graph, the drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its
+        `Drafter`, in `on_BACKEND.py`."""
+        return getattr(import_module(cls._module(half)), OF_BUILDS.get(half, "make"))
+
+    @classmethod
+    def has(cls, half: str) -> bool:
+        return find_spec(cls._module(half)) is not None
+
+    @classmethod
+    def _module(cls, half: str) -> str:
+        return f"{cls.__module__.rpartition('.')[0]}.{half if half in OF_BUILDS else f'on_{half}'}"
 
     @property
     def own_tables(self) -> tuple[Part, ...]:

@@ -13,9 +13,34 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.experts import Experts, expert_contradiction
 from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling, contradiction
 from ddtree_trt.reading import Between
+
+EXPERTS = Between(1, 4096)
+SHARED = Between(0, 1 << 20)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of every layer: each is a SwiGLU, and a token's result is the weighted sum of those it is routed to.
+
+    Its weights are the largest of a softmax over the router's logits of all experts. A shared expert, where there is
+    one, is every token's; its result is added times the sigmoid of a gate of its own.
+    """
+
+    count: Annotated[int, EXPERTS]  # E
+    per_token: Annotated[int, EXPERTS]  # those with the largest weights
+    normalised: bool  # the weights of a token's experts are divided by their sum
+    shared: Annotated[int, SHARED] = 0  # width of the shared expert; 0: there is none
+    stacked: bool = False  # checkpoints have all experts in one tensor
+
+
+def expert_contradiction(experts: Experts | None) -> str | None:
+    """What of a mixture cannot be true together, or None: each field is right by itself."""
+    if experts is None or experts.per_token <= experts.count:
+        return None
+    return f"per_token {experts.per_token} is more than the count {experts.count}"
+
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
 VOCABULARY = Between(1, 1 << 24)
@@ -260,7 +285,6 @@ def _attention_shapes(dims: TransformerDims) -> dict[str, Shapes]:
 
 
 def _delta_shapes(dims: TransformerDims) -> dict[str, Shapes]:
-    """The same of a gated delta net."""
     assert dims.delta is not None, "a network of attention alone has no other layers"
     d, hidden = dims.delta, dims.hidden_size
     channels, gates, steps, decays = d.projected_widths
@@ -279,12 +303,10 @@ def _delta_shapes(dims: TransformerDims) -> dict[str, Shapes]:
 
 
 def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
-    """The parts of every layer."""
     return [decoder_layer(dims, index, body) for index in range(dims.num_layers)]
 
 
 def final_norm(dims: TransformerDims, body: str = BODY) -> Part:
-    """The norm after the last layer."""
     return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)}, dtype=_dtype(dims, "norm"))
 
 

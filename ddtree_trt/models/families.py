@@ -104,7 +104,6 @@ class Family:
 
 
 def _delta_entries(dims: TransformerDims) -> dict[str, object]:
-    """Those of a hybrid."""
     if dims.delta is None:
         return {}
     kinds = [FULL_ATTENTION if i in dims.attention_layers else LINEAR_ATTENTION for i in range(dims.num_layers)]

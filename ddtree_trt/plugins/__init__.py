@@ -16,7 +16,7 @@ NAMESPACE = "ddtree"
 
 ATTENTION = "DDTreeAttention"
 COMPACT = "DDTreeKVCompact"
-DELTA_NET = "DDTreeDeltaNet"  # on a CPU only
+DELTA_NET, PRODUCT = "DDTreeDeltaNet", "DDTreeProduct"  # on a CPU only
 NAMES = (ATTENTION, COMPACT)
 
 # What a manifest records of the plugins an engine was built with; the library it runs with must have the same. The ABI

@@ -230,14 +230,11 @@ class _Engine:
         return {"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": None}
 
     def close(self) -> None:
-        """Release the engine."""
         self._app.close()
 
 
 @contextmanager
 def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Ask, Starting]]:
-    """An engine in this process."""
-
     async def there() -> None: ...
 
     with closing(_Engine(engine_dir, options)) as engine:
@@ -252,7 +249,7 @@ def _engines(
     under way with it."""
     import ray
 
-    from ddtree_trt.replicas.cluster import connected, resources_per_replica, threads_of
+    from ddtree_trt.replicas.deployment import connected, resources_per_replica, threads_of
 
     with connected() as started:
         backend, ranks = load_manifest(engine_dir).backend, options.tensor_parallel_size

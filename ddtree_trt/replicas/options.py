@@ -35,5 +35,4 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Engines at most."""
         return self.replicas if self.max_replicas is None else self.max_replicas

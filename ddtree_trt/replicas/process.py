@@ -15,8 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from ddtree_trt import errors
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import UsageError
-from ddtree_trt.replicas.cluster import connected, resources_per_replica, starting
-from ddtree_trt.replicas.deployment import application, log_settings
+from ddtree_trt.replicas.deployment import application, connected, log_settings, resources_per_replica, starting
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.server import listen

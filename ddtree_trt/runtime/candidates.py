@@ -68,7 +68,6 @@ class LinkedRows:
 
     @property
     def empty(self) -> bool:
-        """Whether the root has no candidates."""
         return self.log_probs.size == 0
 
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
@@ -98,7 +97,6 @@ class Bilinear:
 
     @property
     def empty(self) -> bool:
-        """Whether the root has no candidates."""
         return self.unary.size == 0
 
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:

@@ -63,7 +63,6 @@ class EngineCore:
                 self.scheduler.add(sequence)
 
     def cancel(self, request: Request) -> None:
-        """Abort the sequences of a request that have not finished; their slots are free at once."""
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.cancel(sequence)

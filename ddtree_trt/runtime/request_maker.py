@@ -48,7 +48,6 @@ class Request:
 
     @property
     def error(self) -> Exception | None:
-        """The error that ended one of the sequences, if any."""
         return next((s.error for s in self.sequences if s.error is not None), None)
 
     def raise_error(self, *, but: type[Exception] | tuple[()] = ()) -> None:
@@ -98,7 +97,6 @@ class RequestMaker:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """The compiler of requests' constraints."""
         vocab_size, stops = self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
         return GrammarCompiler(self._codec.tokenizer, vocab_size, stops)
 

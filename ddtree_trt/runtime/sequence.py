@@ -130,7 +130,6 @@ class Sequence:
         return self._output(echo, first, settled, ended)
 
     def output_so_far(self) -> CompletionOutput:
-        """The completion from its beginning, as far as it is settled."""
         return self._output(self.echo, (0, 0), self._settled(self.released), self.released)
 
     def _settled(self, ended: bool) -> tuple[int, int]:

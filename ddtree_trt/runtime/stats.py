@@ -68,7 +68,6 @@ class AutomaticRounds:
     single_token_s: float = 0.0  # what as many rounds without a draft take
 
     def add(self, decision: Decision, tokens: int) -> None:
-        """Count a round that committed `tokens`."""
         self.rounds += 1
         if decision.drafted:
             self.drafted += 1
@@ -223,11 +222,9 @@ class RequestMetrics:
         return 1 / per_token if per_token else None
 
     def snapshot(self) -> RequestMetrics:
-        """A copy that later rounds do not change."""
         return replace(self, automatic=replace(self.automatic), stage_s=dict(self.stage_s))
 
     def to_dict(self) -> dict[str, object]:
-        """The metrics as plain JSON data."""
         return {
             **{name: getattr(self, name) for name in _SHOWN},
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 
 def cut(text: str, most: int = SHOWN_CHARACTERS) -> str:
-    """A text of at most `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -55,7 +54,6 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None) -> ApiError:
-    """The refusal of a parameter's value."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 

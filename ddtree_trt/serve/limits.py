@@ -148,7 +148,6 @@ class Gate:
             await asyncio.wait_for(self.idle.wait(), _SEND_ERRORS_S)
 
     def end_all(self) -> None:
-        """End all open requests with an error for their clients."""
         for work in self._under_way:
             work.cancel()
 

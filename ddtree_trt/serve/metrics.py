@@ -111,7 +111,6 @@ def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str
 
 
 def _bounds(manifest: Manifest) -> dict[Unit, Sequence[float]]:
-    """The bounds of histograms, by unit."""
     rising = (step * 10**power for power in range(7) for step in (1, 2, 5))
     return {
         "seconds": SECONDS,

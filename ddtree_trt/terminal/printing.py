@@ -86,7 +86,6 @@ def human_bytes(count: int) -> str:
 
 
 def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
-    """Print aligned `name  value` lines."""
     rows = list(fields)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:

@@ -38,7 +38,6 @@ class Tensor:
     only: tuple[Any, ...] = ()
 
     def entry(self, *, optional: bool) -> str:
-        """Its entry of `config.pbtxt`."""
         lines = [
             f'name: "{self.name}"',
             f"data_type: TYPE_{self.dtype}",
@@ -64,7 +63,6 @@ class Layout:
     log_probs: str  # name of the output; the vLLM one is JSON text
 
     def config(self) -> dict[str, str]:
-        """What `config.pbtxt` says of it."""
         return {
             "convention": self.convention,
             "max_batch_size": str(int(self.batched)),

@@ -20,8 +20,7 @@ from pacing import wait_for
 from ddtree_trt.artifact import verify as verified
 from ddtree_trt.artifact.files import MANIFEST, PROFILE, VERIFIED, WEIGHTS, newest_engine
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, Limits, load_manifest, parse_manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.verify import verify_files, verify_for_opening
+from ddtree_trt.artifact.verify import rebuild_command, verify_files, verify_for_opening
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.rope_scaling import RopeScaling
 from ddtree_trt.runtime.engines.load import open_engine

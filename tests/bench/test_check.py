@@ -19,12 +19,21 @@ from scripted import make_manifest
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.measure import Session
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check import run as check
-from ddtree_trt.check.findings import CAUSES, Difference, describe
+from ddtree_trt.check.findings import (
+    BINS,
+    CAUSES,
+    CERTAIN,
+    FALSE_ALARM,
+    Difference,
+    chi_square_tail,
+    describe,
+    place_in_distribution,
+    uniformity,
+)
 from ddtree_trt.check.run import check_engine, engine_cases, target_logits
-from ddtree_trt.check.uniformity import BINS, CERTAIN, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.params import SamplingParams

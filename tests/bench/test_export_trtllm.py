@@ -17,7 +17,7 @@ import ddtree_trt
 from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest, load_manifest
 from ddtree_trt.cli import app
 from ddtree_trt.errors import BuildError, UsageError
-from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, README, RECORD, RELEASE, export_pair
+from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, RECORD, RELEASE, export_pair
 
 NAMES = json.loads((Path(__file__).parents[1] / "fixtures" / "peers" / "trtllm.json").read_text())
 COMMIT = "b968826d9c46dd6066d109eabc6255188de91218"
@@ -51,14 +51,14 @@ def test_the_command_writes_names_of_the_release(tiny_engine: Path, tmp_path: Pa
     out = tmp_path / "with space"
     result = CliRunner().invoke(app, ["export-trtllm", str(tiny_engine), str(out)])
     assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {CONFIG, PLAIN_CONFIG, README, RECORD}
+    assert {path.name for path in out.iterdir()} == {CONFIG, PLAIN_CONFIG, RECORD}
     written, plain = (yaml.safe_load((out / name).read_text()) for name in (CONFIG, PLAIN_CONFIG))
     speculative = written["speculative_config"]
     assert NAMES["release"] == RELEASE
     assert set(written) <= set(NAMES["options"]) and set(speculative) <= set(NAMES["speculative"])
     assert speculative["decoding_type"] in NAMES["values"]["decoding_type"]
     assert plain == {name: value for name, value in written.items() if name != "speculative_config"}
-    assert f"trtllm-serve {packaged_target(tiny_engine)} --config {CONFIG}" in (out / README).read_text()
+    assert f"trtllm-serve {packaged_target(tiny_engine)} --config {CONFIG}" in (out / CONFIG).read_text()
 
 
 def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path], tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path],
         "max_batch_size": load_manifest(engine).limits.max_batch,
         "speculative_config": {"decoding_type": "DFlash", "max_draft_len": 15, "speculative_model": "z-lab/d"},
     }
-    text = (tmp_path / "out" / README).read_text()
+    text = (tmp_path / "out" / CONFIG).read_text()
     assert f"hf download z-lab/d --revision {COMMIT}" in text
     assert '"chat_template_kwargs": {"enable_thinking": false}' in text
 

@@ -19,9 +19,7 @@ from serving import ThreadServer, thread_server
 
 from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.__main__ import main as workbench_main
-from workbench.load import LoadSettings, poisson_arrivals, run_load
-from workbench.load.client import Sent, _note
-from workbench.load.report import Level, LoadResult, Run, draw, figures, text
+from workbench.load import Level, LoadResult, LoadSettings, Run, Sent, _note, figures, poisson_arrivals, run_load, text
 
 SHORT: dict[str, Any] = {"requests": 6, "max_tokens": 12, "limit": 4}
 
@@ -143,12 +141,11 @@ def test_the_command_starts_a_server_of_its_own(
     tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = f"workbench load --engine {tiny_engine} --concurrency 1,2 --requests 3 --max-tokens 6 --limit 2"
-    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    monkeypatch.setattr(sys, "argv", [*words.split(), *files])
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--json", str(tmp_path / "r.json")])
     with pytest.raises(SystemExit) as ended:
         workbench_main()
     assert ended.value.code == 0
-    assert "| 1 concurrent " in capsys.readouterr().out and (tmp_path / "r.png").is_file()
+    assert "| 1 concurrent " in capsys.readouterr().out
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(r["level"]["concurrency"], r["method"], r["answered"]) for r in runs] == [
         (clients, method, 3) for clients in (1, 2) for method in ("default", "ar")
@@ -213,11 +210,9 @@ def test_figures_of_a_run() -> None:
     assert Run(Level(1), "ar", 1.0, (Sent(0.0, first_s=1.0, last_s=1.0, tokens=1),)).latency("per_token_s") is None
 
 
-def test_the_table_and_the_picture(tmp_path: Path) -> None:
+def test_the_table() -> None:
     shown = text(result())
     head, _, first, *_ = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[:4])
     line = dict(zip(head, first, strict=True))
     assert (line["load"], line["over ar"], line["first token ms"]) == ("1 concurrent", "2.00×", "25 / 37 / 40")
     assert line["answered"] == "4/5" and "| 2.5 requests/s " in shown and "1 × HTTP 429: the queue is full" in shown
-    draw(result(), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

@@ -12,11 +12,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import yaml
 from checkpoints import make_drafter, make_pair, make_target
 from fake_llama_cpp import FakeLlamaCpp, greedy
 from gguf_files import make_gguf
-from scripted_server import events, scripted_server
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.measure import Request
@@ -24,7 +22,6 @@ from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.models.families import LLAMA
-from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, RECORD, export_pair
 from workbench.__main__ import main as workbench_main
 from workbench.peers import compare, open_peer
 from workbench.peers.base import PeerContext, TokenClock
@@ -41,7 +38,7 @@ def context(engine: Path, **changes: Any) -> PeerContext:
     return PeerContext(engine, load_manifest(engine), 2, **changes)
 
 
-@pytest.mark.parametrize("spec", ["vllm", "hf=x", "openai", "llama-cpp=", "tensorrt_llm", ""])
+@pytest.mark.parametrize("spec", ["vllm", "hf=x", "llama-cpp=", "tensorrt_llm", ""])
 def test_a_peer_that_is_none_is_refused(tiny_engine: Path, spec: str) -> None:
     with pytest.raises(UsageError, match=r"known are hf|takes"):
         open_peer(spec, context(tiny_engine))
@@ -85,7 +82,6 @@ def test_a_peer_runs_the_engines_checkpoints_and_no_others(tiny_engine: Path, tm
     ("spec", "file", "package", "how"),
     [
         ("tensorrt-llm", "trtllm", "tensorrt_llm", r".\[trtllm\]"),
-        ("openai=http://localhost", "server", "openai", "pip install openai"),
         ("llama-cpp=a.gguf", "llamacpp", "llama_cpp", r".\[peers\]"),
     ],
 )
@@ -141,9 +137,7 @@ def tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return FakeLLM.made
 
 
-def test_tensorrt_llm_runs_both_methods_cold(
-    tiny_engine: Path, tmp_path: Path, tensorrt_llm: list[dict[str, Any]]
-) -> None:
+def test_tensorrt_llm_runs_both_methods_cold(tiny_engine: Path, tensorrt_llm: list[dict[str, Any]]) -> None:
     peer = open_peer("tensorrt-llm", context(tiny_engine))
     assert peer.methods == ["ar", "dflash"]
     plain, speculative = list(tensorrt_llm)
@@ -153,67 +147,6 @@ def test_tensorrt_llm_runs_both_methods_cold(
     outcome = peer.run("dflash", [1, 2], GREEDY)
     assert (outcome.token_ids, outcome.acceptance_lengths) == (tuple(range(6)), (2, 3))
     peer.close()
-    export_pair(tiny_engine, tmp_path / "out", checkpoint=None, drafter=None)
-    tensorrt_llm.clear()
-    open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))
-    assert tensorrt_llm == [plain, speculative], "without a directory it is what an export would say"
-    config = yaml.safe_load((tmp_path / "out" / CONFIG).read_text())
-    config["speculative_config"]["max_draft_len"] = 7
-    (tmp_path / "out" / CONFIG).write_text(yaml.safe_dump(config))
-    open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))
-    assert tensorrt_llm[-1]["speculative_config"]["max_draft_len"] == 7, "an edited file is used as it is"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (RECORD, "", "cannot be read as an export .* write it again with: ddtree-trt export-trtllm"),
-        (RECORD, "{}", "cannot be read as an export"),
-        (RECORD, '{"model": "m", "target": "0", "drafter": "0"}', "of another pair than that of the engine 'tiny'"),
-        (CONFIG, "a: [1", "cannot be read as an export"),
-        (PLAIN_CONFIG, "just words", "cannot be read as an export"),
-    ],
-)
-def test_an_export_that_is_none_is_refused(
-    tiny_engine: Path, tmp_path: Path, tensorrt_llm: list[Any], name: str, content: str, message: str
-) -> None:
-    export_pair(tiny_engine, tmp_path / "out", checkpoint=None, drafter=None)
-    (tmp_path / "out" / name).unlink()
-    if content:
-        (tmp_path / "out" / name).write_text(content)
-    with pytest.raises(UsageError, match=message) as error:
-        open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))
-    assert "\n" not in str(error.value) and tensorrt_llm == []
-
-
-# An OpenAI-compatible server.
-
-
-USAGE = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}}
-
-
-def test_a_server_is_asked_for_token_ids_and_counts_by_its_usage(tiny_engine: Path) -> None:
-    base = {"id": "x", "object": "text_completion", "created": 0, "model": "other"}
-    texts = [{**base, "choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")]
-    told = [events(*texts, {**base, **USAGE}), events(*texts)]
-    with scripted_server(lambda number: (200, told[number - 1])) as (url, asked):
-        peer = open_peer(f"openai={url}", context(tiny_engine))
-        (method,) = peer.methods
-        assert method == url.removeprefix("http://") and peer.describe()["url"] == f"{url}/v1"
-        outcome = peer.run(method, [4, 5], GREEDY)
-        assert (outcome.output_tokens, outcome.text, outcome.acceptance_lengths) == (7, "one two", None)
-        (body,) = asked
-        assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("other", [4, 5], 8, 0.0)
-        with pytest.raises(DDTreeError, match="streams no usage"):
-            peer.run(method, [4, 5], GREEDY)
-        peer.close()
-
-
-def test_a_server_that_is_not_there_is_named(tiny_engine: Path) -> None:
-    with pytest.raises(UsageError, match="takes a URL"):
-        open_peer("openai=localhost:8000", context(tiny_engine))
-    with pytest.raises(DDTreeError, match="is the server up"):
-        open_peer("openai=http://127.0.0.1:9", context(tiny_engine))
 
 
 # llama.cpp, as its C interface is called; the library itself where it is installed.

@@ -18,7 +18,7 @@ from checkpoints import edit_json, make_pair
 from ddtree_trt import LLM, AsyncLLM
 from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
 from ddtree_trt.artifact.manifest import _body_digest, load_manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.directory import describe_files
 from ddtree_trt.errors import ArtifactError, DDTreeError

@@ -25,7 +25,7 @@ from ddtree_trt.runtime.decoding.budget.policy import Decision
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.tree import build_tree
-from ddtree_trt.terminal.tree_view import TreeView
+from ddtree_trt.terminal.console import TreeView
 
 QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys does Lenlot have?"
 

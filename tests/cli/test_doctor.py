@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ddtree_trt import doctor
-from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey
 from ddtree_trt.doctor import Check, diagnose
@@ -115,49 +112,5 @@ def test_stale_libraries_are_said_to_be(tmp_path: Path, monkeypatch: pytest.Monk
     assert "plugin ABI None, this version needs" in details[library.TORCH]
 
 
-@pytest.fixture
-def flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What says that flash-attn 2.8.3 is installed."""
-    versions = installed_versions
-
-    def pretended(*names: str) -> dict[str, str]:
-        return {"flash-attn": "2.8.3"} if names == ("flash-attn",) else versions(*names)
-
-    monkeypatch.setattr(doctor, "installed_versions", pretended)
-
-
 def test_flash_attention_is_not_installed() -> None:
     assert (check("flash-attn").found, check("flash-attn").detail) == (False, "not installed, and not needed")
-
-
-@pytest.mark.usefixtures("flash_attention")
-@pytest.mark.parametrize(
-    ("source", "found", "words"),
-    [
-        ("def flash_attn_with_kvcache(): pass", True, "flash-attn 2.8.3"),
-        ("raise ImportError('undefined symbol: _ZN3c10')", False, "(ImportError: undefined symbol: _ZN3c10): it is"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", False, "(exit status -11): it is left out"),
-        ("", False, "cannot import name 'flash_attn_with_kvcache'"),
-    ],
-)
-def test_what_was_found_of_flash_attention(
-    source: str, found: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is imported elsewhere: a wheel that ends its process does not end ours."""
-    (tmp_path / "flash_attn.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    flash = check("flash-attn")
-    assert flash.found is found and words in flash.detail and "2.8.3" in flash.detail
-    assert "flash_attn" not in sys.modules
-
-
-@pytest.mark.usefixtures("flash_attention")
-def test_nothing_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = tmp_path / "ran"
-    (tmp_path / "flash_attn.py").write_text(f"open({str(ran)!r}, 'w'); flash_attn_with_kvcache = None")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    assert "No module named 'flash_attn'" in check("flash-attn").detail
-    assert not ran.exists()
-    monkeypatch.setattr(sys, "executable", "")
-    assert "sys.executable is not set" in check("flash-attn").detail

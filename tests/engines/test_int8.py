@@ -23,15 +23,14 @@ from rounded_truth import RoundedTruth
 
 from ddtree_trt.artifact.files import TARGET_GRAPH
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.build.graph.lowering_int8 import BLOCK, LARGEST, Int8Graph, quantize_channels
+from ddtree_trt.build.graph.lowering_int8 import LARGEST, PARTS, Int8Graph, quantize_channels
 from ddtree_trt.build.graph.ops import Fine, Table
-from ddtree_trt.build.graph.rotation import rotate
+from ddtree_trt.build.graph.rotation import rotate, walsh
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.device.cpu import Cpu
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.onnxruntime.network import session_options
@@ -49,17 +48,23 @@ class Memory:
 
 
 def session(
-    weight: NDArray[np.float32], *, head: bool = False, uneven: bool = False, fine: Fine | None = None
+    weight: NDArray[np.float32],
+    *,
+    head: bool = False,
+    gated: bool = False,
+    fine: Fine | None = None,
+    threads: int = 1,
 ) -> ort.InferenceSession:
-    """One product with a weight [in, out]: `y` [1, R, out] of rows `x` [1, R, in]."""
+    """One product with a weight [in, out]: `y` [1, R, out] of rows `x` [1, R, in], or of gate and up."""
     g = Int8Graph("product", Memory())
-    g.input("x", "float32", [1, "R", weight.shape[0]])
+    g.input("x", "float32", [1, "R", weight.shape[0] * (2 if gated else 1)])
     if head:
         g.head("x", Table("lm_head", "table", lambda: weight.T, weight.shape[::-1]), "y")
     else:
-        g.linear("x", "weight", lambda: weight, "y", uneven, fine)
+        g.linear("x", "weight", lambda: weight, "y", len(weight) if gated else 0, fine)
     g.output("y", "float32", [1, "R", weight.shape[1]])
-    return ort.InferenceSession(g.model().SerializeToString(), session_options(1), providers=["CPUExecutionProvider"])
+    options = session_options(threads)
+    return ort.InferenceSession(g.model().SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def run(product: ort.InferenceSession, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -67,19 +72,11 @@ def run(product: ort.InferenceSession, x: NDArray[np.float32]) -> NDArray[np.flo
     return found[0]
 
 
-@pytest.fixture(params=["this", "old"])
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What products are made for: this processor, and one that does not sum bytes exactly."""
-    if request.param == "old":
-        monkeypatch.setattr("ddtree_trt.runtime.engines.onnxruntime.network.read_cpu", lambda: Cpu("old", 2, ("avx2",)))
-
-
 def rounded_rows(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     largest = np.abs(x).max(-1, keepdims=True)
     return np.rint(x.astype(np.float64) / largest * LARGEST).astype(np.int64), largest / np.float32(LARGEST)
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 17, 65])
 def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
@@ -95,7 +92,6 @@ def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
     assert np.abs(found - exact).max() < 0.03 * np.abs(exact).max()  # and it is about the product itself
 
 
-@pytest.mark.usefixtures("processor")
 def test_sums_do_not_overflow() -> None:
     """The largest products there are, of one sign: kernels that add pairs of them in 16 bits are a third off."""
     weight, x = np.ones((256, 3), np.float32), np.ones((2, 256), np.float32)
@@ -103,18 +99,19 @@ def test_sums_do_not_overflow() -> None:
     np.testing.assert_allclose(found, np.full((2, 3), 256), rtol=1e-6)
 
 
-@pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("how", [{}, {"uneven": True}, {"fine": (OUTPUTS - 8, 8)}], ids=str)
-def test_a_row_does_not_depend_on_the_others(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [{}, {"gated": True}, {"fine": (OUTPUTS - 8, 8)}], ids=str)
+@pytest.mark.parametrize("width", [1, 17, WIDTH, 130, 640])
+def test_a_row_does_not_depend_on_the_others(width: int, how: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
-    product = session(rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32), **how)
-    x = rng.standard_normal((17, WIDTH), dtype=np.float32)
+    weight = rng.standard_normal((width, OUTPUTS), dtype=np.float32)
+    alone, several = session(weight, **how), session(weight, threads=3, **how)
+    x = rng.standard_normal((70, width * (2 if "gated" in how else 1)), dtype=np.float32)
     x[3] *= 1e6
     x[4] = 0
-    together = run(product, x)
-    for row in range(len(x)):
-        np.testing.assert_array_equal(run(product, x[row : row + 1])[0], together[row])
-    assert not together[4].any()
+    single = np.concatenate([run(alone, row[None]) for row in x])
+    for count in (*range(2, 30), 70):
+        np.testing.assert_array_equal(run(several, x[:count]), single[:count])
+    assert not single[4].any()
 
 
 @pytest.mark.parametrize("width", [48, 576])
@@ -136,7 +133,6 @@ def test_a_row_of_a_float_product_does_not_depend_on_the_others(width: int) -> N
             np.testing.assert_array_equal(run(product, x[first : first + rows]), together[first : first + rows])
 
 
-@pytest.mark.usefixtures("processor")
 def test_fine_outputs_have_no_error_of_their_weights() -> None:
     """Only that of the rows remains, which is the same in all outputs; the others are as without fine ones."""
     rng = np.random.default_rng(2)
@@ -149,18 +145,18 @@ def test_fine_outputs_have_no_error_of_their_weights() -> None:
     assert np.abs(plain - of_rows)[:, -8:].max() > 10 * np.abs(found - of_rows)[:, -8:].max()
 
 
-@pytest.mark.parametrize("width", [128, 192, 33])
-def test_uneven_rows_keep_their_small_values(width: int) -> None:
-    """One value thirty times larger than the others costs half as much, or less."""
+@pytest.mark.parametrize(("width", "share"), [(128, 0.5), (192, 0.5), (72, 0.7)])
+def test_rows_of_swiglu_keep_their_small_values(width: int, share: float) -> None:
+    """One value thirty times larger than the others costs at most that share of what it does in a plain product."""
     rng = np.random.default_rng(width)
     weight = rng.standard_normal((width, OUTPUTS), dtype=np.float32)
-    x = rng.standard_normal((9, width), dtype=np.float32)
-    x[:, 7] = 30
-    plain, uneven = (np.abs(run(session(weight, uneven=how), x) - x @ weight).mean() for how in (False, True))
-    if math.gcd(width, BLOCK) > 1:
-        assert uneven < plain / 2
-    else:  # nothing to rotate together
-        assert uneven == plain
+    gate, up = rng.standard_normal((2, 9, width), dtype=np.float32)
+    gate[:, 7], up[:, 7] = 30, 1
+    x = gate / (1 + np.exp(-gate.astype(float))) * up
+    exact = x @ weight
+    plain = np.abs(run(session(weight), x.astype(np.float32)) - exact).mean()
+    rotated = np.abs(run(session(weight, gated=True), np.concatenate([gate, up], axis=1)) - exact).mean()
+    assert rotated < share * plain
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
@@ -208,7 +204,6 @@ def follow(engine: OrtEngine, truth: Truth) -> None:
         follower.commit(path_to(tree, int(tree.depths.argmax())))
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     "shape",
     [{"tied": True}, {"tied": False}, *({"family": f} for f in BY_SWITCHES.values())],
@@ -258,13 +253,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_dry_run_knows_the_bytes(tied: bool, written: dict[str, int], tmp_path: Path) -> None:
-    """To the byte, but for the rotary tables. The drafter's session packs the head once more."""
+    """To the byte, but for the rotary tables."""
     target, drafter = make_pair(tmp_path / "pair", tied=tied)
     request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
     compile_engine(request)
     tables = sum(size for key, size in written.items() if "rotary" in key)
-    head = next(size for key, size in written.items() if key.endswith(".head.int8"))
-    assert dry_run(request).memory.weights_bytes == sum(written.values()) - tables + head
+    assert dry_run(request).memory.weights_bytes == sum(written.values()) - tables
     kept = {key for key in written if not key.endswith((".int8", ".scale"))}
     assert {key for key in kept if "norm" not in key and "rotary" not in key} == {
         "model.embed_tokens.weight",
@@ -290,13 +284,16 @@ def test_a_quantised_target_is_taken_for_what_it_stands_for(tmp_path: Path) -> N
     quantize(target, "W8A8_SQ_PER_CHANNEL")
     down = load_checkpoint(target).tensor("model.layers.0.mlp.down_proj.weight")
     hidden, inner = down.shape
-    expected = rotate(rotate(down, math.gcd(inner, BLOCK)).T, hidden)
+    parts = math.gcd(inner, PARTS)
+    expected = rotate(walsh(down, parts).T / np.float32(parts), hidden)
     request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
     compile_engine(request)
     graph = onnx.load(tmp_path / "e" / TARGET_GRAPH)
     stored = {i.name: onnx.numpy_helper.to_array(i) for i in graph.graph.initializer if "layers.0.down" in i.name}
     values, scale = stored["model.layers.0.down.int8"], stored["model.layers.0.down.scale"]
-    assert np.abs(values * scale - expected).max() <= scale.max() / 2 * (1 + 1e-5)
+    panels, steps, outputs, inputs = values.shape
+    whole = (values.astype(int) - 128).transpose(1, 3, 0, 2).reshape(steps * inputs, panels * outputs)
+    assert np.abs(whole[:inner, :hidden] * scale - expected).max() <= scale.max() / 2 * (1 + 1e-5)
 
 
 def test_only_where_there_are_such_products(tmp_path: Path) -> None:

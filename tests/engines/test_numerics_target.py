@@ -16,7 +16,7 @@ from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device.buffers import buckets
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import Experts
 from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3, QWEN3_MOE
 
 CHUNK = Limits.prefill_chunk
@@ -95,17 +95,23 @@ def vocabulary(slot: Follower) -> int:
     return slot.engine.manifest.target_dims.vocab_size
 
 
-@pytest.mark.parametrize("past", [1, 9, CHUNK - 1, CHUNK, CHUNK + 1])
-def test_rounds_behind_a_prompt(slot: Follower, rng: np.random.Generator, past: int) -> None:
+# How a prompt is divided is the engine's matter and not the shape's: every border for some shapes, on every backend.
+EVERY_PAST = ("tiny", "untied", "qwen3_5_text")
+
+
+def test_rounds_behind_a_prompt(slot: Follower, rng: np.random.Generator, request: pytest.FixtureRequest) -> None:
     """Trees, each behind what the one before it committed: the root, a path that must be moved, one that need not."""
-    prompt = rng.integers(0, vocabulary(slot), past).tolist()
-    for start in range(0, past, CHUNK):
-        slot.prefill(prompt[start : start + CHUNK])
-    for node in (0, NODES - 1, 1):
-        tree = random_tree(rng, NODES, vocabulary(slot))
-        slot.verify(tree)
-        slot.commit(path_to(tree, node))
-    slot.prefill(rng.integers(0, vocabulary(slot), 3))
+    shape, _ = request.node.callspec.params["followers"]
+    for past in (1, 9, CHUNK - 1, CHUNK, CHUNK + 1) if shape in EVERY_PAST else (9, CHUNK + 1):
+        slot.truncate(0)
+        prompt = rng.integers(0, vocabulary(slot), past).tolist()
+        for start in range(0, past, CHUNK):
+            slot.prefill(prompt[start : start + CHUNK])
+        for node in (0, NODES - 1, 1):
+            tree = random_tree(rng, NODES, vocabulary(slot))
+            slot.verify(tree)
+            slot.commit(path_to(tree, node))
+        slot.prefill(rng.integers(0, vocabulary(slot), 3))
 
 
 def test_chunks_of_any_size_make_one_prompt(slot: Follower, rng: np.random.Generator) -> None:

@@ -1,4 +1,4 @@
-"""What depends on the kind of drafter: its record, and the halves that it names."""
+"""What depends on the kind of drafter: its record, and the halves of its package."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims, default_tap_layers
+from ddtree_trt.drafters.kind import OF_BUILDS
 from ddtree_trt.drafters.registry import KINDS, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import BlockMask, TransformerDims
@@ -30,8 +32,8 @@ EACH = {"autoregressive": TARGET, "dflash": DFLASH, "eagle3": EAGLE}
 def test_a_kind_and_its_halves(name: str) -> None:
     kind = kind_of(EACH[name])
     assert kind.name == name and dims_record(name) is type(EACH[name])
-    for half in kind.halves:
-        assert kind.load(half)
+    for half in (*OF_BUILDS, *{backend.half for backend in BACKENDS.values()}):
+        assert not kind.has(half) or kind.load(half)
 
 
 @pytest.mark.parametrize("dims", EACH.values(), ids=EACH)

@@ -21,7 +21,7 @@ from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import ArtifactError, UsageError
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import Experts
 from ddtree_trt.models.families import QWEN3_MOE
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.experts import mix_all, mix_grouped, mixture, route

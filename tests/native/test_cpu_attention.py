@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from itertools import chain as joined
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -268,24 +269,18 @@ def test_compaction_refuses(change: dict[str, Any], error: type[Exception], text
     assert not GOOD["cache"].any()
 
 
-@pytest.mark.parametrize("isa", ["avx512-bf16", "avx512", "avx2", "plain"])
+@pytest.mark.parametrize("isa", ["avx512-bf16", "avx512-vnni", "avx512", "avx2", "plain"])
 def test_other_instruction_sets(isa: str) -> None:
+    """Of attention, and of products with 8-bit integers."""
     if os.environ.get("DDTREE_CPU_ISA") or _native.attention_isa() == "plain":
         pytest.skip("this run has one instruction set")
-    tests = [f"{__file__}::{name}" for name in ("test_trees_of_several_slots", "test_blocks_behind_contexts")]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n0",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "0 or 3 or 6",
-        "-m",
-        "not slow",
-        *tests,
+    names = ("test_trees_of_several_slots", "test_blocks_behind_contexts")
+    tests = [f"{__file__}::{name}[{seed}]" for name in names for seed in (0, 3, 6, 10)]
+    products = Path(__file__).parents[1] / "engines" / "test_int8.py"
+    tests += [
+        f"{products}::test_a_{name}" for name in ("product_is_the_integers_one", "row_does_not_depend_on_the_others")
     ]
+    tests += [f"{products}::test_{name}" for name in ("sums_do_not_overflow", "rows_of_swiglu_keep_their_small_values")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env={**os.environ, "DDTREE_CPU_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

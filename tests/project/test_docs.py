@@ -25,7 +25,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.runtime.tree import build_tree, descend
 from ddtree_trt.serve.options import ServeOptions
-from ddtree_trt.terminal.tree_view import TreeView
+from ddtree_trt.terminal.console import TreeView
 from ddtree_trt.triton.export import export_triton
 
 ROOT = Path(__file__).resolve().parents[2]

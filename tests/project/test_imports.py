@@ -41,7 +41,7 @@ BY_NAME = {"import_module", "import_package", "__import__"}  # functions that im
 BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/libraries.py", "drafters/kind.py"}
 ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
 
-# A drafter kind's package has a half of each side; the rest of it is a leaf. Its record names the halves it has.
+# A drafter kind's package has a half of each side; the rest of it is a leaf.
 BUILD_HALF = ("dialects.py", "graph.py")
 RUNTIME_HALF = ("drafter.py", "on_onnxruntime.py", "on_tensorrt.py", "on_torch.py")
 KINDS = tuple(f"drafters/{path.name}/" for path in (PACKAGE / "drafters").iterdir() if path.is_dir())

@@ -15,8 +15,8 @@ from command_line import Cli
 from ray import serve
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.replicas import cluster, deployment, process
-from ddtree_trt.replicas.cluster import connected
+from ddtree_trt.replicas import deployment, process
+from ddtree_trt.replicas.deployment import connected
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
 
@@ -164,7 +164,7 @@ def test_what_a_replica_gets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 99.0}}])
 
     machines({"CPU": 16.0}, {"CPU": 8.0, "GPU": 2.0})
-    of = cluster.resources_per_replica
+    of = deployment.resources_per_replica
     assert of("onnxruntime", ReplicaOptions(2)) == (12.0, 0.0)
     assert of("onnxruntime", ReplicaOptions(1)) == (16.0, 0.0), "no more than one machine has"
     assert of("onnxruntime", ReplicaOptions(1, max_replicas=5)) == (4.0, 0.0)

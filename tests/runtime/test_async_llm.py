@@ -17,9 +17,8 @@ from pacing import WAIT_S, Passes, complete, until
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
+from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull, iterate_parts
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.submission import iterate_parts
 
 PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 LINES = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()

@@ -12,8 +12,8 @@ from numerics import Truth
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from ddtree_trt.build.graph.lowering_int8 import BLOCK, LARGEST, quantize_channels
-from ddtree_trt.build.graph.rotation import rotation_matrix
+from ddtree_trt.build.graph.lowering_int8 import LARGEST, PARTS, quantize_channels
+from ddtree_trt.build.graph.rotation import rotation_matrix, walsh
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> tuple[Any, None]:
@@ -39,10 +39,10 @@ class RoundedTruth(Truth):
         network, config = self.model.model, self.model.config
         stream = torch.from_numpy(rotation_matrix(config.hidden_size))
         head = torch.from_numpy(rotation_matrix(config.head_dim))
-        block = torch.from_numpy(rotation_matrix(math.gcd(config.intermediate_size, BLOCK)))
+        width, parts = config.intermediate_size, math.gcd(config.intermediate_size, PARTS)
         values = torch.block_diag(*[head] * config.num_key_value_heads)
         outputs = torch.block_diag(*[head] * config.num_attention_heads)
-        inner = torch.block_diag(*[block] * (config.intermediate_size // len(block)))
+        inner = torch.from_numpy(walsh(np.eye(width, dtype=np.float32), parts) / np.float32(math.sqrt(parts)))
         with torch.no_grad():
             back, out = stream.T, torch.diag(network.norm.weight) @ stream
             self._set(self.model.lm_head, self.model.lm_head.weight @ stream, lambda x: self._round(x @ back @ out))

@@ -24,6 +24,7 @@ from numerics import Truth, assert_close
 from safetensors.torch import load_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import DraftRequest
 from tools.train_drafter import __main__ as command
 from tools.train_drafter import data, loop
@@ -37,14 +38,14 @@ from tools.train_drafter.training import train_drafter
 from tools.train_drafter.validation import drafts, rounds
 
 LAYERS, VOCABULARY, MASK = 6, 96, 95
-TEMPLATE = "t2 {% for m in messages %}{{ m['content'] }} t3 {% endfor %}"
+TEMPLATE = "t2 {% for m in messages %}{{ m['content'] }} {{ 't3' if m['role'] == 'user' else 't1' }} {% endfor %}"
 SCHEDULE = Schedule(steps=20, warmup=2, micro_batches=2, muon_rate=0.05, adam_rate=0.02, average=0.5)
 DRAFTER = DrafterSettings(block=4, layers=2, taps=2, sequences=3, anchors=6, markov_rank=3, schedule=SCHEDULE)
 SETTINGS = Settings(
-    data=DataSettings(batch=8, pool=2, max_new=24, max_prompt=80, self_tokens=12),
+    data=DataSettings(batch=8, pool=2, max_new=24, max_prompt=80, self_tokens=12, most_turns=3),
     drafter=DRAFTER,
     validation=ValidationSettings(
-        prompts=3, max_new=16, budget=4, final_prompts=3, final_max_new=12, final_budgets=(2, 8)
+        prompts=3, max_new=16, budget=4, final_prompts=3, final_max_new=12, final_budgets=(2, 8), long=20
     ),
 )  # fmt: skip
 
@@ -79,9 +80,12 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines: list[dict[str, Any]] = []
     prompts = data.chat_prompts(target, SETTINGS.data)
     data.write_pools(target, path, range(1), SETTINGS.data, prompts, lambda **line: lines.append(line))
-    assert [(line["pool"], line["answers"]) for line in lines] == [(0, 16)]
-    asked = [target.prompt_ids(text) for text in ("a b c", "d")]
-    data.write_greedy(target, asked, 16, path.parent / "validation.safetensors")
+    assert [line["pool"] for line in lines] == [0]
+    rows = data.read(path / "pool-00000.safetensors")
+    assert lines[0]["answers"] == sum(len(a.spans) for a in rows)
+    assert lines[0]["answer_tokens"] == sum(end - begin for a in rows for begin, end in a.spans)
+    asked = [data.chat_ids(target, texts) for texts in (("a b c", "e"), ("d",))]
+    data.write_greedy(target, asked, replace(SETTINGS.data, max_new=16), path.parent / "validation.safetensors")
     return path
 
 
@@ -114,10 +118,10 @@ def test_what_the_target_writes_of_a_held_out_kind_is_dropped(folder: Path, monk
     target = load_target(str(folder), 2)
     texts = iter(["Write me a Poem about the sea", "What is a good name for a cat?", "t"])
     monkeypatch.setattr(target.tokenizer, "decode", lambda ids, **_: next(texts))
-    ended, cut = Answer([2, 5, 7, 1], 2, 1.0), Answer([2, 5, 7, 8], 2, 1.0)
+    ended, cut = Answer([2, 5, 7, 1], ((2, 4),), 1.0), Answer([2, 5, 7, 8], ((2, 4),), 1.0)
     monkeypatch.setattr(Target, "answers", lambda *_, **__: [ended, ended, cut, ended])
     found = data.chat_prompts(target, replace(SETTINGS.data, self_written=1.0, batch=1, pool=1))(0)
-    assert found == [target.prompt_ids("What is a good name for a cat?")]
+    assert found == [[target.prompt_ids("What is a good name for a cat?")]]
 
 
 # The target's answers.
@@ -137,9 +141,27 @@ def test_a_batch_answers_as_the_target_alone(source: str, request: pytest.Fixtur
         ids = list(prompt)
         while len(ids) < len(prompt) + 40 and (len(ids) == len(prompt) or ids[-1] not in target.stops):
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        greedy.append(Answer(ids, len(prompt), 0.0))
+        greedy.append(Answer(ids, ((len(prompt), len(ids)),), 0.0))
     assert found[:7] == greedy[:7]
     assert found[7].ids != greedy[7].ids and found[7].temperature == 9.0
+
+
+def test_a_conversation_goes_on_behind_answers_that_ended(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does, one whose answer was cut, and one whose next message no longer fits."""
+    target, replies = load_target(str(llama), 2), iter([[[5, 1], [6, 7], [8, 1]], [[9, 1]]])
+
+    def reply(_: Target, prompts: list[list[int]], heat: Any, *__: Any, whole: bool) -> list[Answer]:
+        rows = zip(prompts, next(replies), heat.tolist(), strict=True)
+        return [Answer(prompt + told, ((len(prompt), len(prompt) + 2),), t) for prompt, told, t in rows]
+
+    monkeypatch.setattr(Target, "answers", reply)
+    texts = (("t20", "t21"), ("t22 t20", "t23"), ("t20 t20 t20", "t21 " * 90))
+    found = data.converse(target, [data.chat_ids(target, each) for each in texts], [0.0, 0.5, 1.0], SETTINGS.data)
+    assert found == [
+        Answer([2, 20, 3, 5, 1, 21, 3, 9, 1], ((3, 5), (7, 9)), 0.0),
+        Answer([2, 22, 20, 3, 6, 7], ((4, 6),), 0.5),
+        Answer([2, 20, 20, 20, 3, 8, 1], ((5, 7),), 1.0),
+    ]
 
 
 def test_the_same_pool_is_written_again_alike(llama: Path, answers: Path, tmp_path: Path) -> None:
@@ -177,18 +199,20 @@ def test_the_loss_is_that_of_every_draft_by_itself(llama: Path, answers: Path, k
     target.model.float()
     model, rows = (
         make_drafter(target, settings).requires_grad_(False),
-        data.read(answers / "pool-00000.safetensors")[:4],
+        data.read(answers / "pool-00000.safetensors"),
     )
     if model.markov_head is not None:
         model.markov_head.markov_w2.weight.normal_()
-    anchor = random_anchors(rows, 5, torch.Generator().manual_seed(1))
-    assert all(a.prompt <= x < len(a.ids) - 1 for a, line in zip(rows, anchor.tolist(), strict=True) for x in line)
-    blocks = cut_blocks(read_texts(target, rows), anchor, 4)
+    rows = sorted(rows, key=lambda a: -len(a.spans))[:4]
+    assert len(rows[0].spans) > 1
+    anchor, end = random_anchors(rows, 5, torch.Generator().manual_seed(1))
+    blocks = cut_blocks(read_texts(target, rows), anchor, 4, end)
     states, expected, weight = model.drafts(blocks, target.embedding), 0.0, 0.0
     for n, answer in enumerate(rows):
         logits = target.model(torch.tensor([answer.ids])).logits[0]
         for a, start in enumerate(anchor[n].tolist()):
-            for k, place in enumerate(range(start + 1, min(start + 4, len(answer.ids)))):
+            (stop,) = [stop for begin, stop in answer.spans if begin <= start < max(begin + 1, stop - 1)]
+            for k, place in enumerate(range(start + 1, min(start + 4, stop))):
                 drafted = target.head @ states[n, a, k]
                 if model.markov_head is not None:
                     head = model.markov_head
@@ -210,7 +234,7 @@ def test_every_unrolled_step_of_eagle3_is_the_layer_on_its_own_features(folder: 
     for p in model.parameters():
         p.copy_(torch.randn(p.shape) * (p.shape[-1] ** -0.5 if p.dim() == 2 else 0.3) + (p.dim() == 1))
     rng = np.random.default_rng(1)
-    texts = read_texts(target, [Answer(rng.integers(2, 90, 12).tolist(), 2, 0.0) for _ in range(2)])
+    texts = read_texts(target, [Answer(rng.integers(2, 90, 12).tolist(), ((2, 12),), 0.0) for _ in range(2)])
     blocks = cut_blocks(texts, torch.tensor([[3, 6], [1, 8]]), 4)
     found = model.drafts(blocks, target.embedding)
     save(model, model.cfg, tmp_path)
@@ -230,10 +254,10 @@ def test_rounds_of_a_stored_answer() -> None:
     """Drafts right for two places, then one, then none; the last round ends with the answer."""
     answer = [7, 1, 2, 3, 4, 5, 6]
     ranked = torch.tensor([[1, 2, 9], [9, 9, 9], [9, 9, 9], [4, 9, 9], [9, 9, 9], [6, 8, 8]])[:, :, None]
-    values = torch.zeros(6, 3, 1)
+    found = [Marginals(np.zeros((3, 1), np.float32), ids.int().numpy()) for ids in ranked]
     for budget in (None, 3):  # a tree of one candidate a place is the chain
-        assert rounds(values, ranked, answer, budget) == [3, 2, 1]
-        assert rounds(values, ranked, answer[:2], budget) == [1]
+        assert rounds(found, answer, budget, 3) == [3, 2, 1]
+        assert rounds(found, answer[:2], budget, 3) == [1]
 
 
 # The loop.
@@ -260,7 +284,7 @@ def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0] - (0.1 if kind == "dspark" else 0.2)
     assert {"chain", "first"} <= set(lines[-1]) and lines[-1]["step"] == 20
-    assert ("ddtree-4" in lines[-1]) == (kind == "dflash")
+    assert ("ddtree-4" in lines[-1]) == (kind != "eagle3")
 
     step = loop.Run.step
 
@@ -287,27 +311,29 @@ def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
     assert isinstance(load_drafter(tmp_path / "whole" / "best"), Eagle3 if kind == "eagle3" else DFlash)
 
 
-def test_the_stages_from_the_command_line(
+def test_one_command_writes_answers_trains_and_publishes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "DEFAULTS", SETTINGS)
-    common = ["--target", str(llama), "--work", str(tmp_path), "--device", "cpu"]
-    for stage in (
-        ["data", "--pools", "1"],
-        ["train", "--mask-token", "t95", "--steps", "2"],
-        ["shortlist", "--size", "40"],
-        ["evaluate"],
-    ):
+    drafter = replace(DRAFTER, schedule=replace(SCHEDULE, steps=2))
+    monkeypatch.setattr(command, "DEFAULTS", replace(SETTINGS, drafter=drafter))
+    common = ["--target", str(llama), "--out", str(tmp_path), "--device", "cpu", "--batch", "8", "--minutes", "0"]
+    for stage in (["fit", "--pools", "1", "--mask-token", "t95", "--shortlist", "40"], ["evaluate"]):
         monkeypatch.setattr(sys, "argv", ["train_drafter", *stage, *common])
         command.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(found) == ["chain", "ddtree-2", "ddtree-8", "first"]
-    assert 1 <= found["chain"] <= 4 and found["ddtree-2"] <= found["ddtree-8"]
-    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if '"final"' in line]
+    assert len(told) == 2 and told[0] == told[1], "the drafter that is published is the one that was measured"
+    for found in told[0].values():
+        assert list(found) == ["chain", "ddtree-2", "ddtree-8", "first"]
+        assert 1 <= found["chain"] <= 4 and found["ddtree-2"] <= found["ddtree-8"]
+    chats = data.read(tmp_path / "work" / "chats.safetensors")
+    assert [len(a.spans) for a in chats] == [3]
+    card = (tmp_path / "README.md").read_text()
+    assert "DFlashDraftModel" in card and "2 steps" in card and f"| final | {told[0]['final']['chain']:.3f} |" in card
+    rows = [json.loads(line) for line in (tmp_path / "work" / "prompts.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows] == list(HELD_OUT)[:3]
-    ids = read_shortlist(tmp_path / "best")
+    ids = read_shortlist(tmp_path)
     assert ids is not None and len(ids) == 40 and (ids.diff() > 0).all()
-    config = json.loads((tmp_path / "best" / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text())
     assert config["draft_vocab_size"] == 40
     assert config["dflash_config"] == {"mask_token_id": 95, "target_layer_ids": [1, 3]}
     assert (config["block_size"], config["num_target_layers"], config["architectures"]) == (4, 6, ["DFlashDraftModel"])
@@ -315,7 +341,8 @@ def test_the_stages_from_the_command_line(
 
 def test_the_shortlist_has_the_most_frequent_tokens(tmp_path: Path) -> None:
     counts = {1: 5, 2: 2, 3: 2, 4: 9, 6: 2}
-    told = [Answer([0, 5, *(token for token, times in counts.items() for _ in range(times))], 2, 0.0)]
+    ids = [0, 5, *(token for token, times in counts.items() for _ in range(times))]
+    told = [Answer(ids, ((2, len(ids)),), 0.0)]
     assert most_frequent(told, 7, 3).tolist() == [1, 2, 4], "of equally frequent tokens the lower"
     assert most_frequent(told, 7, 3, always=[6]).tolist() == [1, 4, 6]
     assert most_frequent(told, 7, 7).tolist() == list(range(7))
@@ -342,7 +369,8 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
     engine.prefill(0, np.array(tokens, np.int64), rows="none", taps=True)
 
     (draft,) = engine.draft([DraftRequest(0, bonus, top, 1)])
-    answer = Answer([*tokens, bonus, 0], len(tokens), 0.0)
-    values, indices = drafts(load_drafter(tmp_path / "best"), exact, answer, top, read_shortlist(tmp_path / "best"))
-    assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")
-    assert marginals(draft).token_ids[:, :3].tolist() == indices[0, :, :3].tolist()
+    answer = Answer([*tokens, bonus, 0], ((len(tokens), len(tokens) + 2),), 0.0)
+    ((found,),) = drafts(load_drafter(tmp_path / "best"), exact, answer, top, read_shortlist(tmp_path / "best"))
+    assert isinstance(found, Marginals)
+    assert_close(marginals(draft).log_probs, found.log_probs, "log-probabilities")
+    assert marginals(draft).token_ids[:, :3].tolist() == found.token_ids[:, :3].tolist()

@@ -23,7 +23,7 @@ from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
 from ddtree_trt.triton.export import MARKER
 from ddtree_trt.triton.layouts import LAYOUTS
-from ddtree_trt.triton.settings import Settings, select_device
+from ddtree_trt.triton.service import Settings, select_device
 
 
 def export(engine: Path, repository: Path, name: str | None = None, **options: Any) -> Path:

@@ -1,16 +1,23 @@
-"""Command line: `python -m tools.train_drafter STAGE --target TARGET --work DIR`."""
+"""Command line: `python -m tools.train_drafter fit --target TARGET --out DIR`."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import data
-from .drafter import most_frequent, read_shortlist, write_shortlist
+from .drafter import most_frequent, read_shortlist, write_card, write_shortlist
 from .loop import Log
 from .model import load_drafter
 from .prompts import held_out_prompts, write_held_out
@@ -20,45 +27,101 @@ from .training import train_drafter
 from .validation import tokens_per_round
 
 DEFAULTS = Settings()
+GPU: dict[str, float] = {"sequences": 32, "tokens": 16384, "writers": 3, "batch": 384, "minutes": 20}
+CPU: dict[str, float] = {
+    "sequences": DEFAULTS.drafter.sequences,
+    "tokens": DEFAULTS.drafter.tokens,
+    "writers": 1,
+    "batch": DEFAULTS.data.batch,
+    "minutes": 480,
+}
 
 
-def write_data(target: Target, args: argparse.Namespace, settings: Settings) -> None:
-    v, (first, step) = settings.validation, map(int, args.share.split("/"))
-    if first == 0:
-        write_held_out(v.final_seed, v.final_prompts, args.work / "prompts.jsonl")
-        for name, seed, count, length in (
-            ("validation", v.seed, v.prompts, v.max_new),
-            ("final", v.final_seed, v.final_prompts, v.final_max_new),
-        ):
-            prompts = [target.prompt_ids(prompt) for _, prompt in held_out_prompts(seed, count)]
-            data.write_greedy(target, prompts, length, args.work / f"{name}.safetensors")
-    prompts_of, log = data.chat_prompts(target, settings.data), Log(args.work / f"data-{first}.log")
-    data.write_pools(target, args.work / "data", range(first, args.pools, step), settings.data, prompts_of, log.write)
+def write_answers(target: Target, args: argparse.Namespace, settings: Settings) -> None:
+    """This process's share of the pools, without an end unless --pools says one."""
+    first, step = map(int, args.share.split("/"))
+    pools = range(first, args.pools, step) if args.pools else itertools.count(first, step)
+    prompts, log = data.chat_prompts(target, settings.data), Log(args.work / f"data-{first}.log")
+    data.write_pools(target, args.work / "data", pools, settings.data, prompts, log.write)
 
 
-def train(target: Target, args: argparse.Namespace, settings: Settings) -> None:
+def write_held_out_answers(target: Target, args: argparse.Namespace, settings: Settings) -> None:
+    """Greedy answers to prompts of held-out kinds: those that measure during training, those that are kept for the end,
+    and the latter once more as turns of long chats."""
+    v = settings.validation
+    write_held_out(v.final_seed, v.final_prompts, args.work / "prompts.jsonl")
+    checked, final = (
+        [prompt for _, prompt in held_out_prompts(seed, count)]
+        for seed, count in ((v.seed, v.prompts), (v.final_seed, v.final_prompts))
+    )
+    size = settings.data.most_turns
+    for name, groups, length in (
+        ("validation", [[prompt] for prompt in checked], v.max_new),
+        ("final", [[prompt] for prompt in final], v.final_max_new),
+        ("chats", [final[i : i + size] for i in range(0, len(final), size)], v.final_max_new),
+    ):
+        chats = [data.chat_ids(target, group) for group in groups]
+        data.write_greedy(target, chats, replace(settings.data, max_new=length), args.work / f"{name}.safetensors")
+
+
+@contextmanager
+def writers(args: argparse.Namespace, settings: Settings) -> Iterator[None]:
+    """Processes that write answers all the while."""
+    with ExitStack() as stack:
+        started = []
+        for i in range(args.writers):
+            share = argparse.Namespace(**{**vars(args), "stage": "data", "share": f"{i}/{args.writers}"})
+            process = get_context("spawn").Process(target=work, args=(share, settings))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.terminate)
+            started.append(process)
+        while not any((args.work / "data").glob("pool-*.safetensors")):
+            if not any(process.is_alive() for process in started):
+                raise SystemExit("no answers were written: see the messages above, or run the stage data by itself")
+            time.sleep(0.5)
+        yield
+
+
+def fit(target: Target, args: argparse.Namespace, settings: Settings) -> None:
+    """Write answers, train on them as they come, and publish the best drafter with what is known of it."""
     mask = mask_token_id(target, args.mask_token)
-    budget = settings.validation.budget
-    train_drafter(target, settings.drafter, mask, args.work, args.work / "data", args.init, budget)
-
-
-def write_draft_vocabulary(target: Target, args: argparse.Namespace, settings: Settings) -> None:
-    """Have the drafter draft from the tokens that the target's answers have most."""
+    with writers(args, settings):
+        write_held_out_answers(target, args, settings)
+        ended = train_drafter(
+            target, settings.drafter, mask, args.work, args.work / "data", args.init, settings.validation.budget
+        )
+    if not ended:
+        raise SystemExit("stopped; the same command goes on")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(args.work / "best" / name, args.out)
     stored = data.Answers(args.work / "data")
     stored.scan()
-    ids = most_frequent(stored.rows, len(target.head), args.size, target.stops)
-    write_shortlist(args.drafter or args.work / "best", ids)
+    if args.shortlist:
+        write_shortlist(args.out, most_frequent(stored.rows, len(target.head), args.shortlist, target.stops))
+    write_card(args.out, args.target, stored.rows, args.work / "train.log", evaluate(target, args, settings))
 
 
-def evaluate(target: Target, args: argparse.Namespace, settings: Settings) -> None:
-    """Tokens per round on the held-out prompts that no choice was made by."""
-    folder = args.drafter or args.work / "best"
-    model, answers = load_drafter(folder).to(args.device), data.read(args.work / "final.safetensors")
-    budgets = settings.validation.final_budgets
-    print(json.dumps(tokens_per_round(model, target, answers, budgets, read_shortlist(folder))))
+def evaluate(target: Target, args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Tokens per round on the held-out prompts that no choice was made by, alone and behind long chats."""
+    folder, v = args.drafter or args.out, settings.validation
+    model, found = load_drafter(folder).to(args.device), {}
+    for name, behind in (("final", 0), ("chats", v.long)):
+        answers = data.read(args.work / f"{name}.safetensors")
+        found[name] = tokens_per_round(model, target, answers, v.final_budgets, read_shortlist(folder), behind)
+    print(json.dumps(found))
+    return found
 
 
-STAGES = {"data": write_data, "train": train, "shortlist": write_draft_vocabulary, "evaluate": evaluate}
+STAGES = {"fit": fit, "data": write_answers, "evaluate": evaluate}
+
+
+def work(args: argparse.Namespace, settings: Settings) -> None:
+    """A stage, in this process."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    STAGES[args.stage](load_target(args.target, settings.drafter.taps, args.device), args, settings)
 
 
 def main() -> None:
@@ -66,34 +129,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools.train_drafter", description="Train a drafter for a target.")
     parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("--target", default="smollm2", help="folder, hub id, .gguf file or smollm2")
-    parser.add_argument("--work", type=Path, required=True, help="folder of data, checkpoints and logs")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the drafter's folder; data, checkpoint, logs: OUT/work"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="on a CPU")
-    parser.add_argument("--pools", type=int, default=40, help="data: how many files of 384 answers")
-    parser.add_argument("--batch", type=int, default=DEFAULTS.data.batch, help="data: answers written at once")
+    parser.add_argument("--threads", type=int, help="on a CPU, of each process")
+    parser.add_argument("--minutes", type=float, help="of training; 20 on a GPU, 480 on a CPU")
+    parser.add_argument("--writers", type=int, help="processes that write answers; 3 on a GPU, 1 on a CPU")
+    parser.add_argument("--batch", type=int, help="answers written at once; 384 on a GPU, 96 on a CPU")
+    parser.add_argument("--pools", type=int, help="files of answers, after which none are written; by default no end")
     parser.add_argument("--share", default="0/1", help="data: this process's share of the pools, FIRST/STEP")
     parser.add_argument("--kind", choices=["dflash", "dspark", "eagle3"], default=d.kind)
-    parser.add_argument(
-        "--init", type=Path, help="train: a drafter's folder to begin with; dspark trains its head only"
-    )
+    parser.add_argument("--init", type=Path, help="a drafter's folder to begin with; dspark trains its head only")
     parser.add_argument("--taps", type=int, default=d.taps)
-    parser.add_argument("--mask-token", help="train: the token, by text or id, that stands for one to draft")
-    parser.add_argument(
-        "--steps", type=int, default=d.schedule.steps, help="train: length of the schedule, may be changed later"
-    )
-    parser.add_argument("--hours", type=float, default=0.0, help="train: length by the clock, in place of --steps")
+    parser.add_argument("--mask-token", help="the token, by text or id, that stands for one to draft")
     parser.add_argument("--block", type=int, default=d.block)
     parser.add_argument("--layers", type=int, default=d.layers)
-    parser.add_argument("--size", type=int, default=12288, help="shortlist: how many tokens are drafted from")
-    parser.add_argument("--drafter", type=Path, help="shortlist, evaluate: a drafter's folder, by default WORK/best")
+    parser.add_argument("--shortlist", type=int, default=0, help="draft from so many tokens only, the most frequent")
+    parser.add_argument("--drafter", type=Path, help="evaluate: a drafter's folder, by default OUT")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    schedule = replace(d.schedule, steps=args.steps, seconds=3600 * args.hours)
-    drafter = replace(d, kind=args.kind, taps=args.taps, block=args.block, layers=args.layers, schedule=schedule)
+    for name, value in (GPU if args.device.startswith("cuda") else CPU).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    args.work = args.out / "work"
+    schedule = replace(d.schedule, seconds=60 * args.minutes)
+    shape = {"kind": args.kind, "taps": args.taps, "block": args.block, "layers": args.layers}
+    drafter = replace(d, **shape, sequences=args.sequences, tokens=args.tokens, schedule=schedule)
     pool = max(1, DEFAULTS.data.batch * DEFAULTS.data.pool // args.batch)
     settings = replace(DEFAULTS, drafter=drafter, data=replace(DEFAULTS.data, batch=args.batch, pool=pool))
-    STAGES[args.stage](load_target(args.target, drafter.taps, args.device), args, settings)
+    work(args, settings)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,10 @@ def read_texts(target: Target, answers: Sequence[Answer]) -> Texts:
     return Texts(tokens, torch.tensor(lengths, device=device), torch.tensor(heat, device=device), taps, final)
 
 
-def cut_blocks(texts: Texts, anchor: Tensor, block: int) -> Blocks:
-    """Blocks at `anchor` [N, A]."""
+def cut_blocks(texts: Texts, anchor: Tensor, block: int, end: Tensor | None = None) -> Blocks:
+    """Blocks at `anchor` [N, A], valid before `end` [N, A], by default the texts' ends."""
     anchor = anchor.to(texts.tokens.device)
+    end = texts.lengths[:, None] if end is None else end.to(anchor.device)
     positions = anchor[:, :, None] + torch.arange(block, device=anchor.device)
     places = positions[:, :, 1:]
     reachable = places.clamp(max=texts.tokens.shape[1] - 1)
@@ -64,16 +65,19 @@ def cut_blocks(texts: Texts, anchor: Tensor, block: int) -> Blocks:
         positions=positions,
         labels=texts.tokens[rows, reachable],
         before=texts.tokens[rows, reachable - 1],
-        valid=places < texts.lengths[:, None, None],
+        valid=places < end[:, :, None],
         final=texts.final[rows, reachable - 1],
     )
 
 
-def random_anchors(answers: Sequence[Answer], count: int, generator: torch.Generator) -> Tensor:
-    """Anchors [N, count] in the answers, from the first token of each to the last but one."""
-    first = torch.tensor([a.prompt for a in answers])[:, None]
-    span = (torch.tensor([len(a.ids) - 1 for a in answers])[:, None] - first).clamp(min=1)
-    return first + (torch.rand(len(answers), count, generator=generator) * span).long().clamp(max=span - 1)
+def random_anchors(answers: Sequence[Answer], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Anchors in the answers, from the first token of each to the last but one, and the ends of theirs, [N, count]."""
+    drawn = []
+    for a in answers:
+        places = torch.tensor([(at, end) for begin, end in a.spans for at in range(begin, max(begin + 1, end - 1))])
+        drawn.append(places[torch.randint(len(places), (count,), generator=generator)])
+    anchor, end = torch.stack(drawn).unbind(-1)
+    return anchor, end
 
 
 def drop_channels(texts: Texts, share: float, generator: torch.Generator) -> Texts:

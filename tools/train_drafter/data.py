@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,15 +15,16 @@ from .prompts import is_usable, training_prompts
 from .settings import DataSettings
 from .target import Answer, Target
 
-Prompts = Callable[[int], list[list[int]]]
-"""The prompts of a pool by its number, as ids."""
+Prompts = Callable[[int], list[list[list[int]]]]
+"""The conversations of a pool by its number: what stands before each of the answers, as ids."""
 
 
 def write(answers: Sequence[Answer], path: Path) -> None:
     tensors = {
         "ids": torch.tensor([token for a in answers for token in a.ids], dtype=torch.int32),
         "lengths": torch.tensor([len(a.ids) for a in answers]),
-        "prompts": torch.tensor([a.prompt for a in answers]),
+        "spans": torch.tensor([span for a in answers for span in a.spans]),
+        "turns": torch.tensor([len(a.spans) for a in answers]),
         "temperatures": torch.tensor([a.temperature for a in answers]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,9 +35,11 @@ def write(answers: Sequence[Answer], path: Path) -> None:
 
 def read(path: Path) -> list[Answer]:
     tensors = load_file(path)
-    rows = tensors["ids"].split(tensors["lengths"].tolist())
-    prompts, temperatures = tensors["prompts"].tolist(), tensors["temperatures"].tolist()
-    return [Answer(ids.tolist(), p, t) for ids, p, t in zip(rows, prompts, temperatures, strict=True)]
+    rows, spans = (tensors[name].split(tensors[by].tolist()) for name, by in (("ids", "lengths"), ("spans", "turns")))
+    return [
+        Answer(ids.tolist(), tuple((begin, end) for begin, end in turns.tolist()), temperature)
+        for ids, turns, temperature in zip(rows, spans, tensors["temperatures"].tolist(), strict=True)
+    ]
 
 
 class Answers:
@@ -49,39 +53,90 @@ class Answers:
     def scan(self) -> None:
         for path in sorted(self.folder.glob("pool-*.safetensors")):
             if path not in self.files:
-                self.files[path] = [a for a in read(path) if len(a.ids) - a.prompt > 1]
+                self.files[path] = [a for a in read(path) if max(map(len, a.told)) > 1]
         self.rows = [answer for _, rows in sorted(self.files.items()) for answer in rows]
         if not self.rows:
             raise SystemExit(f"{self.folder} has no answers yet: run the stage data first")
 
-    def draw(self, count: int, generator: torch.Generator) -> list[Answer]:
-        """Answers of like length, so that little of a pass is padding."""
+    def draw(self, count: int, tokens: int, generator: torch.Generator) -> list[Answer]:
+        """Conversations of like length, so that little of a pass is padding: `count`, or fewer that have no more than
+        `tokens` with their padding, but one at least."""
         drawn = [self.rows[i] for i in torch.randint(len(self.rows), (8 * count,), generator=generator).tolist()]
         drawn.sort(key=lambda a: len(a.ids))
         first = int(torch.randint(7 * count + 1, (1,), generator=generator))
-        return drawn[first : first + count]
+        rows = drawn[first : first + count]
+        return rows[: max(1, tokens // len(rows[-1].ids))]
+
+
+def chat_ids(target: Target, prompts: Sequence[str]) -> list[list[int]]:
+    """A user's messages in the chat template, each from the end of the answer before it."""
+    return [target.next_ids(text) if turn else target.prompt_ids(text) for turn, text in enumerate(prompts)]
 
 
 def chat_prompts(target: Target, settings: DataSettings) -> Prompts:
-    """Requests as the target imagines its user to write them, of no held-out kind, and composed ones."""
+    """Requests as the target imagines its user to write them, of no held-out kind, and composed ones; some follow each
+    other in one conversation."""
 
-    def prompts(pool: int) -> list[list[int]]:
+    def prompts(pool: int) -> list[list[list[int]]]:
         total = settings.batch * settings.pool
         count = round(total * settings.self_written)
         hot = torch.ones(count)
         opening = [target.opening_ids()] * count
         found = target.answers(opening, hot, settings.self_tokens, settings.top_k, whole=False)
-        ended = [a.ids[a.prompt : -1] for a in found if a.ids[-1] in target.stops]
+        ended = [a.told[0][:-1] for a in found if a.ids[-1] in target.stops]
         texts = [target.tokenizer.decode(ids, skip_special_tokens=False).strip() for ids in ended]
         texts = [text for text in texts if is_usable(text)]
         texts += [text for _, text in training_prompts(settings.seed, pool, total - len(texts))]
-        return [target.prompt_ids(text) for text in texts]
+        rng, chats = random.Random(f"chats {settings.seed} {pool}"), list[list[str]]()
+        rng.shuffle(texts)
+        while texts:
+            turns = rng.randint(2, settings.most_turns) if rng.random() < settings.chats else 1
+            chats.append(texts[:turns])
+            texts = texts[turns:]
+        return [chat_ids(target, chat) for chat in chats]
 
     return prompts
 
 
+def converse(
+    target: Target,
+    chats: Sequence[list[list[int]]],
+    temperatures: Sequence[float],
+    settings: DataSettings,
+    *,
+    whole: bool = False,
+) -> list[Answer]:
+    """Answers to the messages of each conversation, one turn of all at a time.
+
+    One ends where it would become longer than `max_prompt`, or unless the answers are to be `whole` behind one that was
+    cut at `max_new`; without an answer it is left out.
+    """
+    told = [Answer([], (), temperature) for temperature in temperatures]
+    for turn in range(max(map(len, chats), default=0)):
+        asked = dict[int, list[int]]()
+        for i, (before, chat) in enumerate(zip(told, chats, strict=True)):
+            ended = bool(before.ids) and before.ids[-1] in target.stops
+            if turn < len(chat) and len(before.spans) == turn and (ended or whole or turn == 0):
+                ids = before.ids + chat[turn][int(ended and before.ids[-1] == chat[turn][0]) :]
+                if len(ids) <= settings.max_prompt:
+                    asked[i] = ids
+        order = sorted(asked, key=lambda i: len(asked[i]))
+        for begin in range(0, len(order), settings.batch):
+            part = order[begin : begin + settings.batch]
+            heat = torch.tensor([told[i].temperature for i in part])
+            found = target.answers([asked[i] for i in part], heat, settings.max_new, settings.top_k, whole=whole)
+            for i, new in zip(part, found, strict=True):
+                told[i] = replace(new, spans=told[i].spans + new.spans)
+    return [answer for answer in told if answer.spans]
+
+
 def write_pools(
-    target: Target, folder: Path, pools: range, settings: DataSettings, prompts: Prompts, report: Callable[..., None]
+    target: Target,
+    folder: Path,
+    pools: Iterable[int],
+    settings: DataSettings,
+    prompts: Prompts,
+    report: Callable[..., None],
 ) -> None:
     """Write the files of the given pools that are not there yet."""
     for pool in pools:
@@ -89,19 +144,16 @@ def write_pools(
         if path.exists():
             continue
         torch.manual_seed(1_000_003 * settings.seed + pool)
-        rows = sorted((ids for ids in prompts(pool) if len(ids) <= settings.max_prompt), key=len)
+        chats = prompts(pool)
         values, shares = zip(*settings.temperatures, strict=True)
-        answers = []
-        for begin in range(0, len(rows), settings.batch):
-            part = rows[begin : begin + settings.batch]
-            rng = random.Random(f"temperatures {settings.seed} {pool} {begin}")
-            heat = torch.tensor(rng.choices(values, shares, k=len(part)))
-            answers += target.answers(part, heat, settings.max_new, settings.top_k, whole=False)
+        heat = random.Random(f"temperatures {settings.seed} {pool}").choices(values, shares, k=len(chats))
+        answers = converse(target, chats, heat, settings)
         write(answers, path)
-        report(pool=pool, answers=len(answers), answer_tokens=sum(len(a.ids) - a.prompt for a in answers))
+        told = [ids for a in answers for ids in a.told]
+        report(pool=pool, answers=len(told), answer_tokens=sum(map(len, told)))
 
 
-def write_greedy(target: Target, prompts: Sequence[list[int]], max_new: int, path: Path) -> None:
+def write_greedy(target: Target, chats: Sequence[list[list[int]]], settings: DataSettings, path: Path) -> None:
     """A file of whole greedy answers, for measuring; left alone where it exists."""
     if not path.exists():
-        write(target.answers(prompts, torch.zeros(len(prompts)), max_new, 1, whole=True), path)
+        write(converse(target, chats, [0.0] * len(chats), settings, whole=True), path)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -147,6 +148,25 @@ def save(model: nn.Module, config: Config, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def write_card(folder: Path, target: str, answers: Sequence[Answer], log: Path, found: dict[str, Any]) -> None:
+    """Write README.md: what the drafter in `folder` learnt from, and its tokens per round, `found` by set of texts."""
+    config, last = json.loads((folder / "config.json").read_text()), json.loads(log.read_text().splitlines()[-1])
+    told, heat = [ids for a in answers for ids in a.told], sorted({a.temperature for a in answers})
+    columns = list(next(iter(found.values())))
+    rows = [["answers", *columns], ["---"] * (len(columns) + 1)]
+    rows += [[name, *(f"{values[column]:.3f}" for column in columns)] for name, values in found.items()]
+    lines = [
+        f"# A drafter for {target}\n",
+        f"{config['architectures'][0]}, trained by ddtree-trt's tools/train_drafter: {last['step']} steps in "
+        f"{last['elapsed_s'] / 60:.0f} minutes. It learnt from {len(told)} answers of the target in {len(answers)} "
+        f"conversations, {sum(map(len, told))} tokens at temperatures {', '.join(f'{t:g}' for t in heat)}.\n",
+        "Tokens per round at temperature 0, on prompts of kinds that it was not trained on, alone (`final`) and behind "
+        "long chats (`chats`); `first`: how often the first draft is right.\n",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
 def _replace(path: Path, weights: dict[str, Tensor]) -> None:
     partial = path.with_suffix(".partial")
     save_file(weights, partial, metadata={"format": "pt"})
@@ -159,7 +179,7 @@ def most_frequent(answers: Sequence[Answer], vocabulary: int, size: int, always:
     encodings learnt earlier. Those of `always` are among them. Raises SystemExit where the vocabulary has fewer."""
     if not 0 < size <= vocabulary:
         raise SystemExit(f"--size must be 1 to {vocabulary}, the target's vocabulary, not {size}")
-    counts = torch.bincount(torch.tensor([t for a in answers for t in a.ids[a.prompt :]]), minlength=vocabulary)
+    counts = torch.bincount(torch.tensor([t for a in answers for ids in a.told for t in ids]), minlength=vocabulary)
     counts[list(always)] = counts.max() + 1
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 

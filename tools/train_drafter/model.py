@@ -99,7 +99,7 @@ class DFlash(Rotary):
             own, past = _keys_values(attn, h, rope), _keys_values(attn, context, rope_past)
             x = x + attn.o_proj(mix_blocks(q, own, past, blocks.anchor))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x).view(*ids.shape, -1)[:, :, 1:]
+        return self.norm(x).view(*ids.shape, -1)[:, :, 1:].contiguous()  # views are slow to multiply on a CPU
 
     def logits(self, states: Tensor, before: Tensor, head: Tensor) -> Tensor:
         """[..., V] of states [..., H] whose tokens before are `before` [...], by the target's head [V, H]."""

@@ -15,7 +15,9 @@ class DataSettings:
     self_tokens: int = 80  # a prompt of its own that has not ended by then is dropped
     temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.65), (0.7, 0.25), (1.0, 0.10))  # temperature, share
     max_new: int = 160
-    max_prompt: int = 320
+    chats: float = 0.3  # share of conversations of more than one answer
+    most_turns: int = 12
+    max_prompt: int = 1888  # of an answer, earlier ones included: a conversation ends there
     top_k: int = 50  # tokens that sampling chooses from
     seed: int = 1
 
@@ -49,8 +51,9 @@ class DrafterSettings:
     taps: int | tuple[int, ...] = 4  # target layers read, or how many, from the second to the third from last
     markov_rank: int = 16  # of DSpark's head
     tap_dropout: float = 0.1  # of the tapped channels, the same ones all through an answer
-    sequences: int = 8  # of one micro-batch
-    anchors: int = 16  # whole blocks a sequence; of short ones as many as have as many positions
+    sequences: int = 8  # of one micro-batch,
+    tokens: int = 4096  # or fewer that have no more than so many tokens
+    anchors: int = 16  # whole blocks a sequence, of fewer more; of short ones as many as have as many positions
     position_decay: float = 2.5
     label_share: float = 0.5  # of greedy text's loss: the token itself; the rest is the target's distribution
     dtype: str = "bfloat16"  # of the exported folder
@@ -70,6 +73,7 @@ class ValidationSettings:
     final_max_new: int = 128
     final_seed: int = 3
     final_budgets: tuple[int, ...] = (8, 16, 32, 64)
+    long: int = 1000  # tokens from which a chat counts as long
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,14 @@ _MARK = "\N{LEFT BLACK LENTICULAR BRACKET}request\N{RIGHT BLACK LENTICULAR BRACK
 class Answer:
     """One conversation."""
 
-    ids: list[int]  # [S], prompt and answer
-    prompt: int  # tokens of the prompt
+    ids: list[int]  # [S]
+    spans: tuple[tuple[int, int], ...]  # begin and end of each of the target's answers
     temperature: float
+
+    @property
+    def told(self) -> list[list[int]]:
+        """The target's own tokens, by answer."""
+        return [self.ids[begin:end] for begin, end in self.spans]
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,16 @@ class Target:
         answers = []
         for row, prompt, temperature in zip(found[:, width:].tolist(), prompts, temperatures.tolist(), strict=True):
             end = next((place + 1 for place, token in enumerate(row) if token in self.stops), len(row))
-            answers.append(Answer(prompt + row[:end], len(prompt), temperature))
+            answers.append(Answer(prompt + row[:end], ((len(prompt), len(prompt) + end),), temperature))
         return answers
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """A user's message in the chat template, up to where the answer begins."""
         return self._ids(self._rendered(prompt))
+
+    def next_ids(self, prompt: str) -> list[int]:
+        """A user's later message, from the stop token of the answer before it to where the next answer begins."""
+        return self._ids(self._rendered("", _MARK, prompt).split(_MARK)[1])
 
     def opening_ids(self) -> list[int]:
         """The chat template up to where the user's message begins."""
@@ -109,8 +118,9 @@ class Target:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def _rendered(self, prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
+    def _rendered(self, *said: str) -> str:
+        """Messages of user and target in turn, the first one the user's."""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 

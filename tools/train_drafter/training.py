@@ -53,10 +53,11 @@ def train_drafter(
             stored.scan()
         generator = torch.Generator().manual_seed(1_000_000_007 * (settings.seed + 1) + number)
         block = min(settings.block, settings.short_block) if number % schedule.micro_batches else settings.block
-        rows = stored.draw(settings.sequences, generator)
-        anchor = random_anchors(rows, settings.anchors * settings.block // block, generator)
+        rows = stored.draw(settings.sequences, settings.tokens, generator)
+        count = settings.anchors * settings.block * settings.sequences // (block * len(rows))
+        anchor, end = random_anchors(rows, count, generator)
         texts = drop_channels(read_texts(target, rows), settings.tap_dropout, generator)
-        return block_loss(model, cut_blocks(texts, anchor, block), target, settings)
+        return block_loss(model, cut_blocks(texts, anchor, block, end), target, settings)
 
     def measure(shown: Drafter) -> tuple[float, dict[str, Any]]:
         found = tokens_per_round(shown, target, check, (budget,))

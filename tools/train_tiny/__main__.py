@@ -67,17 +67,20 @@ class Tiny:
         order = np.random.default_rng(s.data.seed).permutation(len(tokens.lengths))
         size = s.data.batch * s.data.pool
 
-        def prompts(pool: int) -> list[list[int]]:
-            return [tokens.prompt(i) for i in order[pool * size : (pool + 1) * size]]
+        def prompts(pool: int) -> list[list[list[int]]]:
+            return [[tokens.prompt(i)] for i in order[pool * size : (pool + 1) * size]]
 
         report = Log(self.work / "data.log").write
         data.write_pools(target, folder, range(s.pools), s.data, prompts, report)
         taken = order[len(order) - round(s.corpus_share * s.pools * size) :]
-        told = [Answer(tokens.conversation(i).tolist(), int(tokens.prompts[i]), 1.0) for i in taken]
-        data.write(told, folder / "pool-corpus.safetensors")
+        told = [tokens.conversation(i).tolist() for i in taken]
+        spans = [((int(tokens.prompts[i]), len(ids)),) for i, ids in zip(taken, told, strict=True)]
+        data.write(
+            [Answer(ids, span, 1.0) for ids, span in zip(told, spans, strict=True)], folder / "pool-corpus.safetensors"
+        )
         v = s.validation
-        asked = [held.prompt(i) for i in np.random.default_rng(v.seed).permutation(len(held.lengths))[: v.prompts]]
-        data.write_greedy(target, asked, v.max_new, self.work / "validation.safetensors")
+        asked = [[held.prompt(i)] for i in np.random.default_rng(v.seed).permutation(len(held.lengths))[: v.prompts]]
+        data.write_greedy(target, asked, replace(s.data, max_new=v.max_new), self.work / "validation.safetensors")
 
     def train(self, name: str) -> None:
         if not (self.out / name).exists():

@@ -1,7 +1,6 @@
-"""Compare an engine with transformers, llama.cpp, TensorRT-LLM or a server, on the same prompts, interleaved.
+"""Compare an engine with transformers, llama.cpp or TensorRT-LLM, on the same prompts, interleaved.
 
-    python -m workbench peers ENGINE --peer hf --peer llama-cpp=Q8_0.gguf,DRAFT.gguf --peer tensorrt-llm=EXPORT
-    python -m workbench peers ENGINE --peer openai=http://localhost:8000 --budgets auto,8 --json result.json
+    python -m workbench peers ENGINE --peer hf --peer llama-cpp=Q8_0.gguf,DRAFT.gguf --peer tensorrt-llm
 
 The prompts, limits, stop tokens and threads are the engine's. A peer loads the checkpoints that the engine was built
 from, and is refused others. The table and the JSON are those of `ddtree-trt bench`.
@@ -20,8 +19,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.bench import report
-from ddtree_trt.bench.measure import Run, engine_runs, measure
-from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.measure import Run, Session, engine_runs, measure
 from ddtree_trt.bench.settings import BenchSettings, Budget
 from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError
@@ -33,8 +31,7 @@ from workbench.peers.base import Peer, PeerContext
 PEERS = {
     "hf": ("", "hf:TransformersPeer"),
     "llama-cpp": ("MODEL.gguf[,DRAFT.gguf]", "llamacpp:LlamaCppPeer"),
-    "tensorrt-llm": ("[DIR]", "trtllm:TensorRTLLMPeer"),
-    "openai": ("URL", "server:OpenAIPeer"),
+    "tensorrt-llm": ("", "trtllm:TensorRTLLMPeer"),
 }
 
 
@@ -44,7 +41,7 @@ def open_peer(spec: str, context: PeerContext) -> Peer:
     if name not in PEERS:
         raise UsageError(f"unknown peer {spec!r}; known are {', '.join(PEERS)}")
     wanted, (module, _, made) = PEERS[name][0], PEERS[name][1].partition(":")
-    if not wanted.startswith("[") and bool(wanted) != bool(value):
+    if bool(wanted) != bool(value):
         raise UsageError(f"--peer {name} takes {f'{name}={wanted}' if wanted else 'no value'}, not {spec!r}")
     peer: Peer = getattr(import_module(f"workbench.peers.{module}"), made)(context, value)
     return peer

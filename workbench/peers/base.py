@@ -81,18 +81,14 @@ class TokenClock:
         if tokens > 0:
             self._steps.append((time.perf_counter(), tokens))
 
-    def outcome(
-        self, token_ids: Sequence[int] | None, *, output_tokens: int | None = None, text: str | None = None
-    ) -> Outcome:
-        """The outcome of the request; `output_tokens` replaces the count where the steps' tokens are not known."""
+    def outcome(self, token_ids: Sequence[int] | None) -> Outcome:
+        """The outcome of the request."""
         counts, times = [tokens for _, tokens in self._steps], [at for at, _ in self._steps] or [self._start]
-        counted = output_tokens is None
         return Outcome(
-            output_tokens=sum(counts) if output_tokens is None else output_tokens,
+            output_tokens=sum(counts),
             first_token_s=times[0] - self._start,
             decode_s=times[-1] - times[0],
-            first_tokens=counts[0] if counted and counts else 1,
+            first_tokens=counts[0] if counts else 1,
             token_ids=None if token_ids is None else tuple(token_ids),
-            text=text,
-            acceptance_lengths=tuple(counts[1:]) if counted else None,
+            acceptance_lengths=tuple(counts[1:]),
         )

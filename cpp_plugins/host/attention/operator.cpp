@@ -139,7 +139,7 @@ extern "C" DDTREE_EXPORT ddtree::ort::OrtStatus* RegisterCustomOps(ddtree::ort::
     }
     OrtCustomOpDomain* domain = nullptr;
     if (OrtStatus* status = call(CREATE_DOMAIN, "ddtree", &domain)) return status;
-    for (const Operator* op : {attention(), delta_net()}) {
+    for (const Operator* op : {attention(), delta_net(), product()}) {
         if (OrtStatus* status = call(DOMAIN_ADD, domain, op)) return status;
     }
     return call(ADD_DOMAIN, options, domain);

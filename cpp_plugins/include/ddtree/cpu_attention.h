@@ -84,7 +84,7 @@ void attend(const AttentionPass& pass, const Parallel& parallel);
 // to be read.
 void compact(const CacheShape& shape, unsigned char* slot, int64_t start, const int32_t* keep, int64_t kept);
 
-// The instruction set that `attend` uses here: "avx512-bf16", "avx512", "avx2" or "plain".
+// The instruction set that the operators use here: "avx512-bf16", "avx512-vnni", "avx512", "avx2" or "plain".
 const char* attention_isa();
 
 }  // namespace ddtree::cpu

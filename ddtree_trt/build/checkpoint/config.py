@@ -25,9 +25,8 @@ from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
-from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.decoder import SHARED, Experts, TransformerDims, expert_contradiction
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.experts import SHARED, Experts, expert_contradiction
 from ddtree_trt.models.families import (
     DELTA_NAMES,
     EXPERT_NAMES,

@@ -197,7 +197,7 @@ def architectures(fields: Fields) -> list[str]:
 def dialect_of(fields: Fields) -> Dialect:
     """By the type of speculators' layout, else by the class, else by the mark. What is none of these is a language
     model, or has one as a part, whose known fields are no other drafter's."""
-    kinds = [kind for kind in KINDS.values() if "dialects" in kind.halves]
+    kinds = [kind for kind in KINDS.values() if kind.has("dialects")]
     dialects: list[Dialect] = [dialect for kind in kinds for dialect in kind.load("dialects")]
     if fields.has(SPECULATORS_TYPE) or fields.has(SPECULATORS_DECODER):
         types = {dialect.speculators: dialect for dialect in dialects if dialect.speculators}

@@ -225,6 +225,5 @@ def _check_tensors(
 
 
 def _listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more

@@ -61,7 +61,6 @@ def _equal(a: NDArray[np.float32] | None, b: NDArray[np.float32] | None) -> bool
 
 
 def scale_name(weight: str, kind: str) -> str:
-    """The name of a projection's scale of this kind, by the name of its weight."""
     return f"{weight.removesuffix('weight')}{kind}"
 
 

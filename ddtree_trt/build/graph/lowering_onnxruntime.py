@@ -13,8 +13,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, cpu_cache_bytes, cpu_cache_rows
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Make, Shape, Table
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import BlockMask, Experts, TransformerDims
 from ddtree_trt.plugins import MaskMode
 
 MICROSOFT = "com.microsoft"

@@ -19,8 +19,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph import delta
 from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Make, Shape, Sink, Table
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import BlockMask, Experts, TransformerDims
 from ddtree_trt.plugins import MaskMode
 
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.reader import Checkpoint
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
 from ddtree_trt.build.graph.ops import Attention, Delta, Fine, Graph, Table
-from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
+from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate, rotation_matrix
+from ddtree_trt.drafters.tapped import BODY as DRAFTER_BODY
+from ddtree_trt.drafters.tapped import FC, OWN_EMBEDDING, OWN_HEAD, TO_TARGET
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, MLP, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.rotary import rotary_tables
 
@@ -61,7 +65,7 @@ class Network:
         count = self.dims.experts.count
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
-    def linear(self, x: str, name: str, *sources: str, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
+    def linear(self, x: str, name: str, *sources: str, out: str, gated: int = 0, fine: Fine | None = None) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
         Quantised projections are multiplied as they are stored, and one by one where no single product can replace
@@ -71,7 +75,9 @@ class Network:
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
-            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, uneven, fine)
+            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, gated, fine)
+        if gated:
+            x = self.g.gated_unit(x, gated, out)
         shared = join_scales(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
@@ -84,7 +90,6 @@ class Network:
         return self.g.linear_quantized(x, self.g.weight(self.prefix + name, stored, shared.values), shared, out)
 
     def norm(self, part: Part) -> str:
-        """A norm's weight."""
         (name,) = part.sources
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
@@ -98,7 +103,6 @@ class Network:
         return f"{self.body}layers.{index}"
 
     def cached(self, index: int) -> Attention:
-        """The inputs of layer `index`'s attention."""
         d = self.dims
         place = d.attention_layers.index(index)
         return Attention(place, self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim, d.rotated)
@@ -189,11 +193,8 @@ class Network:
 
     def swiglu(self, name: str, h: str, gate_up: Part, down: Part, width: int, out: str = "") -> str:
         """One SwiGLU of that width over rows h [N, T, H]."""
-        g = self.g
         both = self.linear(h, f"{name}.gate_up", *gate_up.sources, out=f"{name}.gate_up.out")
-        gate, up = g.split(both, [width, width], [f"{name}.gate", f"{name}.up"])
-        inner = g.swiglu(gate, up, f"{name}.swiglu")
-        return self.linear(inner, f"{name}.down", *down.sources, out=out or f"{name}.mlp", uneven=True)
+        return self.linear(both, f"{name}.down", *down.sources, out=out or f"{name}.mlp", gated=width)
 
 
 def embedding_table(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
@@ -254,3 +255,77 @@ def build_target_graph(
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
     g.choices(names.LOGITS)
     return g.model()
+
+
+DRAFT_IDS = "draft_ids"  # ids of a vocabulary of the drafter's own
+
+
+class TappedNetwork(Network):
+    """Layers, tables and fusion of a drafter, whose tables may be its target's."""
+
+    dims: Any
+
+    def __init__(self, g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> None:
+        super().__init__(g, drafter.dims, drafter.tensor, limits, names.DRAFTER, DRAFTER_BODY)
+        self._target = target
+
+    def embedding(self) -> Table:
+        if not self.dims.own_embedding:
+            return embedding_table(self.dims, self._target.tensor, "")
+        key = self.prefix + OWN_EMBEDDING
+        return Table(names.EMBEDDING, key, lambda: self.weights(OWN_EMBEDDING), self.dims.table)
+
+    def fused(self, taps: str) -> str:
+        """Tapped states [N, C, M·H] in the drafter's width. The product is never rounded: all that the drafter knows
+        of the context passes through it."""
+
+        def fc() -> np.ndarray:
+            weight = self.weights(FC)
+            size = self.dims.taps_width // len(self.dims.tap_layers)
+            return np.ascontiguousarray((rotate(weight, size) if self.g.rotates else weight).T)
+
+        return self.g.product(taps, self.g.weight(f"{self.prefix}fc", fc), "fc.out")
+
+    def logits(self, rows: str, out: str) -> str:
+        """Logits [R, V'] of normed rows [R, H]: by its own head, or the target's."""
+        g, dims, target = self.g, self.dims, self._target
+        if not dims.own_head:
+            head = head_table(g, dims, target.tensor, "", target.tie_word_embeddings)
+        else:
+
+            def own() -> np.ndarray:
+                weight = self.weights(OWN_HEAD)
+                return rotate(weight, dims.hidden_size) if g.rotates else weight
+
+            head = Table(names.HEAD, self.prefix + OWN_HEAD, own, (dims.head_size, dims.hidden_size))
+        if g.rotates:
+            into = g.weight("rotation.into", lambda: rotation_matrix(dims.hidden_size))
+            rows = g.product(rows, into, "hidden.head")
+        return g.head(rows, head, out)
+
+    @property
+    def ids(self) -> str:
+        """The name of the head's ids, which are the target's unless `add_target_ids` maps them."""
+        return names.CANDIDATES if self.dims.draft_vocab_size is None else DRAFT_IDS
+
+    def add_target_ids(self) -> None:
+        """Compute the target's ids of the head's ids, where they differ."""
+        if self.dims.draft_vocab_size is None:
+            return
+        g = self.g
+
+        def target_ids() -> np.ndarray:
+            offsets = np.rint(self.weights(TO_TARGET)).astype(np.int64)
+            return (np.arange(len(offsets)) + offsets).astype(g.integers)
+
+        ids = g.weight(f"{self.prefix}to_target", target_ids, g.integers)
+        g.op("Gather", [ids, DRAFT_IDS], [names.CANDIDATES], axis=0)
+
+    def add_most_probable(self, logits: str, limits: Limits, *shape: int | str) -> None:
+        """Add the outputs `log_probs` and `candidates` [..., K] of logits [..., V'], of these first dimensions."""
+        g = self.g
+        most = min(max(limits.max_tree_budget, 1), self.dims.head_size)
+        k = g.most_probable(logits, most, (names.LOG_PROBS, self.ids))
+        self.add_target_ids()
+        g.output(names.LOG_PROBS, "float32", [*shape, k])
+        g.output(names.CANDIDATES, g.integers, [*shape, k])

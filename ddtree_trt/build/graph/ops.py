@@ -18,9 +18,8 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
+from ddtree_trt.models.decoder import BlockMask, Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.experts import Experts
 
 TYPES = {
     "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
@@ -151,12 +150,16 @@ class Graph(ABC):
         padded = self.op("Pad", [x, after, "", axis], [f"{out}.padded"])
         return self.op("Slice", [self.product(padded, weight, f"{out}.products"), start, end, axis], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, gated: int = 0, fine: Fine | None = None) -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
-        under `key` in whatever form this graph multiplies it in. Where products are rounded: `uneven`
-        says that some values of a row are many times larger than the others, `fine` which outputs are worth a more
-        precise product than others."""
-        return self.product(x, self.weight(key, make), out)
+        under `key` in whatever form this graph multiplies it in. `gated`: x are gate and up, each so wide, and the
+        rows are silu(gate) · up. Where products are rounded, `fine` says which outputs are worth a more precise one."""
+        return self.product(self.gated_unit(x, gated, out) if gated else x, self.weight(key, make), out)
+
+    def gated_unit(self, both: str, width: int, out: str) -> str:
+        """silu(gate) · up of rows of gate and up."""
+        gate, up = self.split(both, [width, width], [f"{out}.gate", f"{out}.up"])
+        return self.swiglu(gate, up, f"{out}.swiglu")
 
     def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:
         """As `linear`, for a quantised weight [in, out]; x is scaled and rounded as `scales` say."""
@@ -309,7 +312,6 @@ class Graph(ABC):
         [N, T, sum of `projected_widths`] → [N, T, Hv · Dv], normed and gated."""
 
     def model(self) -> ModelProto:
-        """The finished graph."""
         graph = helper.make_graph(
             list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
         )

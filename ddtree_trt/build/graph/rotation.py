@@ -43,6 +43,15 @@ def rotation_matrix(size: int) -> Floats:
     return rotate(np.eye(size, dtype=np.float32), size)
 
 
+def walsh(x: Floats, parts: int) -> Floats:
+    """Rows x [..., k · parts], with a Walsh–Hadamard transform over their `parts`, a power of two: sqrt(parts) times an
+    orthogonal matrix, and its own inverse but for the factor `parts`."""
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < parts:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    return (signs @ x.reshape(*x.shape[:-1], parts, -1)).reshape(x.shape)
+
+
 class Rotation:
     """A network whose residual stream, and the values of whose attention, are rotated; called with a Hugging Face name
     it returns that weight of the rotated network.

@@ -23,7 +23,6 @@ class Autoregressive(DrafterKind):
     title = "autoregressive drafter"
     record = TransformerDims
     drafts = "tokens"
-    halves = ("graph", "onnxruntime", "torch", "tensorrt")
 
     @property
     def own_tables(self) -> tuple[Part, ...]:

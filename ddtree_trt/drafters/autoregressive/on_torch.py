@@ -35,6 +35,5 @@ class TorchLanguageModel:
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
-    """The drafter of an engine."""
     model = LanguageModel(manifest.drafter_dims, parts.weights, DRAFTER, parts.cache, parts.attention)
     return AutoregressiveDrafter(TorchLanguageModel(model), manifest.limits.prefill_chunk)

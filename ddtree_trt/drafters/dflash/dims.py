@@ -97,7 +97,6 @@ class DFlashDims(TappedDims):
 
 
 def context_norm(dims: DFlashDims) -> Part:
-    """The norm of the projected states."""
     return Part("context_norm", {CONTEXT_NORM: (dims.hidden_size,)})
 
 
@@ -116,7 +115,6 @@ class DFlash(TappedKind):
     title = "DFlash drafter"
     record = DFlashDims
     drafts = "block"
-    halves = ("dialects", "graph", "onnxruntime", "torch", "tensorrt")
     dims: DFlashDims
 
     def __init__(self, dims: DFlashDims) -> None:

@@ -14,8 +14,8 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
+from ddtree_trt.build.graph.networks import DRAFT_IDS, TappedNetwork
 from ddtree_trt.build.graph.ops import Graph
-from ddtree_trt.build.graph.tapped import DRAFT_IDS, TappedNetwork
 from ddtree_trt.drafters.dflash.dims import DFlashDims, context_norm, layer_convolutions
 from ddtree_trt.drafters.dflash.heads import Convolution, PairHead
 from ddtree_trt.models.decoder import ATTENTION, Part

@@ -79,7 +79,6 @@ class PairHead:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The tensors that it has."""
         parts = (self.left, self.right, self.projection, self.gate, self.gate_bias)
         return tuple(part for part in parts if part is not None)
 

@@ -161,7 +161,6 @@ class BlockDrafter(BlockOnDevice):
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
-    """The drafter of an engine."""
     return BlockDrafter(manifest.drafting.dims, parts)
 
 

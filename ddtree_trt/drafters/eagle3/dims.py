@@ -78,7 +78,6 @@ class Eagle3(TappedKind):
     record = Eagle3Dims
     drafts = "levels"
     shifted_inputs = True
-    halves = ("dialects", "graph", "onnxruntime", "torch")
     dims: Eagle3Dims
 
     def shapes(self, *, tied: bool) -> Shapes:

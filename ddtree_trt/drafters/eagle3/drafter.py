@@ -44,7 +44,6 @@ class Level:
     token_ids: NDArray[np.int32]  # [R, K]: the target's ids
 
     def split(self, rows: Sequence[NewRows]) -> list[Level]:
-        """Those of each slot."""
         ends = accumulate((len(each.tree) - each.first for each in rows), initial=0)
         parts = [slice(start, end) for start, end in pairwise(ends)]
         return [Level(self.outputs[part], self.log_probs[part], self.token_ids[part]) for part in parts]
@@ -217,5 +216,4 @@ class _Growth:
         self._next_rows = np.concatenate([self._next_rows, np.full(log_probs.shape, -1, np.int32)])
 
     def candidates(self) -> LinkedRows:
-        """All rows of candidates."""
         return LinkedRows(np.concatenate(self._log_probs), np.concatenate(self._ids), self._next_rows)

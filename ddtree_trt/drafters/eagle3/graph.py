@@ -7,8 +7,8 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
+from ddtree_trt.build.graph.networks import TappedNetwork
 from ddtree_trt.build.graph.ops import Graph
-from ddtree_trt.build.graph.tapped import TappedNetwork
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims, state_norm
 
 

@@ -85,6 +85,5 @@ class TorchEagle:
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:
-    """The drafter of an engine."""
     limits = manifest.limits
     return EagleDrafter(TorchEagle(manifest.drafting.dims, parts), limits.prefill_chunk, limits.max_tokens_per_pass)

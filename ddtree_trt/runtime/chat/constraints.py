@@ -28,7 +28,6 @@ def tagged_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
 
 
 def bare_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
-    """The constraint for calls that `BareJson` reads; None where the answer is free."""
     return _json(use, thinking, (_BARE_BEGIN, "", "parameters", "}"), "; ")
 
 
@@ -48,7 +47,6 @@ def _json(use: ToolUse, thinking: Thinking, call: tuple[str, str, str, str], bet
 
 
 def xml(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
-    """The constraint for calls that `XmlCalls` reads; None where the answer is free."""
     if (begin := _beginning(use, thinking, TOOL_CALL)) is None:
         return None
     after, opening = begin

@@ -117,7 +117,6 @@ class Unread:
         return match.end() if match else at
 
     def begins(self, literal: str, at: int) -> Steps[bool]:
-        """Whether the text goes on with `literal`."""
         while len(self.text) - at < len(literal) and literal.startswith(self.text[at:]):
             if not (yield from self.more()):
                 return False
@@ -262,7 +261,6 @@ class MessageReader:
 
 
 def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> ChatMessage:
-    """The message that a whole answer makes."""
     reader = MessageReader(thinking, tools, parallel=parallel)
     return ChatMessage.of(reader.push(text) + reader.end())
 

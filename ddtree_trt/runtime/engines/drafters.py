@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
@@ -92,11 +93,11 @@ def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftReq
     return drafter.draft(requests) if requests else []
 
 
-def make_drafter(manifest: Manifest, backend: str, *parts: Any) -> Drafter:
+def make_drafter(manifest: Manifest, *parts: Any) -> Drafter:
     """The drafter of an engine, made of what its backend gives to every kind. Raises ArtifactError for a kind that the
     backend does not run."""
-    kind = manifest.drafting
-    if backend not in kind.halves:
-        raise ArtifactError(f"engine {manifest.name!r} has an {kind.title}, which {backend} engines do not run")
-    drafter: Drafter = kind.load(backend)(manifest, *parts)
+    kind, half = manifest.drafting, BACKENDS[manifest.backend].half
+    if not kind.has(half):
+        raise ArtifactError(f"engine {manifest.name!r} has an {kind.title}, which {half} engines do not run")
+    drafter: Drafter = kind.load(half)(manifest, *parts)
     return drafter

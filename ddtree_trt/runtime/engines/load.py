@@ -14,8 +14,7 @@ from ddtree_trt.artifact import backends
 from ddtree_trt.artifact.backends import BACKENDS, Backend
 from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.verify import verify_for_opening
+from ddtree_trt.artifact.verify import rebuild_command, verify_for_opening
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
 from ddtree_trt.records import misplaced_option, with_fields

@@ -29,7 +29,6 @@ class _Stored:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     limits = json.loads(sys.argv[1])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # only answers go to stdout

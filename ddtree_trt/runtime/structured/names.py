@@ -42,7 +42,6 @@ ALIASES: Mapping[str, Callable[[Any], StructuredOutput | None]] = {
 
 
 def given_name(values: Mapping[str, Any]) -> str | None:
-    """The name by which a constraint is given in parameters by name; None where there is none."""
     return next((name for name in (STRUCTURED, *ALIASES) if values.get(name) is not None), None)
 
 

@@ -133,7 +133,6 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The one of the six that is given."""
         return self._given()[0]
 
     @classmethod

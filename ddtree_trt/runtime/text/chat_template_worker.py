@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     seconds, memory_bytes, characters = json.loads(sys.argv[1])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # only answers go to stdout

@@ -237,7 +237,6 @@ class TextStream:
         return stop
 
     def _decode(self, start: int = 0, end: int | None = None) -> str:
-        """The text of a part of the tokens."""
         return self._codec.decode(
             self.tokens[start:end], skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens
         )

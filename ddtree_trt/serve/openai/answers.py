@@ -14,9 +14,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from ddtree_trt.runtime.async_llm import Submission, iterate_parts
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.stats import RequestMetrics, merge
-from ddtree_trt.runtime.submission import Submission, iterate_parts
 from ddtree_trt.serve.errors import ApiError, as_api_error
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.service import Service
@@ -123,7 +123,6 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(data: Answer | str) -> str:
-    """One server-sent event."""
     return f"data: {data if isinstance(data, str) else _json(data)}\n\n"
 
 

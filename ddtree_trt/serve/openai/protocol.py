@@ -214,7 +214,6 @@ class Message(_Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message by the names that chat templates use."""
         given = self.model_dump(exclude_none=True)
         # "developer" is OpenAI's newer name of the role that chat templates call "system".
         return {**given, "role": "system" if self.role == "developer" else self.role}

@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, Response
 
 from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.device.cpu import busy_warning, usable_cores
+from ddtree_trt.runtime.async_llm import Submission
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
-from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.serve.openai.answers import event, finish_reason, new_id, stream_response
 from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.openai.protocol import ChatRequest

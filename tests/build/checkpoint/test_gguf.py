@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.gguf import files
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint, load_config
 from ddtree_trt.build.compile import BuildRequest, compile_engine

@@ -16,7 +16,7 @@ from gguf_files import make_gguf
 from huggingface_hub import errors
 
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, load_manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run

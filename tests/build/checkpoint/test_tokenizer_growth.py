@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, normalizers
 
-from ddtree_trt.build.checkpoint.growth import check_growth, most_growth
-from ddtree_trt.build.checkpoint.tokenizer import open_tokenizer
+from ddtree_trt.build.checkpoint.tokenizer import check_growth, most_growth, open_tokenizer
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Fields, Source

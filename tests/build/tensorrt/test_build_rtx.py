@@ -15,8 +15,7 @@ from quantized import quantize
 from tensorrt_builds import DIMS
 
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.artifact.verify import rebuild_command, verify_files
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import backend as rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine

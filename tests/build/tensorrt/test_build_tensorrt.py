@@ -19,7 +19,7 @@ from tensorrt_builds import DIMS, Machine, build
 from ddtree_trt import plugins
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.models.decoder import EMBEDDING, HEAD

@@ -77,7 +77,7 @@ def test_a_graph_the_parser_refuses(
         return g.op("BitwiseAnd", [gate, up], [out])
 
     monkeypatch.setattr(NativeGraph, "swiglu", swiglu)
-    words = ["TensorRT 11.4.0.106 cannot parse the target: node 'model.layers.0.swiglu' (BitwiseAnd): ", "[ErrorCode"]
+    words = ["TensorRT 11.4.0.106 cannot parse the target: node 'model.layers.0.mlp.swiglu' (BitwiseAnd): ", "[Error"]
     refused(tmp_path, BuildError, *words, **mine)
 
 

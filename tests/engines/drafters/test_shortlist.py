@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target
-from dflash_truth import DFlash
 from drafts import marginals
 from engine_builds import build_engine, build_torch_engine
-from numerics import Truth, assert_close
 from safetensors.numpy import load_file, save_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
@@ -63,22 +61,6 @@ def test_the_head_is_rows_of_the_targets(build: str, tied: bool, tmp_path: Path)
     np.testing.assert_array_equal(borrowed.token_ids, own.token_ids)
     np.testing.assert_array_equal(borrowed.log_probs, own.log_probs)
     assert set(borrowed.token_ids.ravel().tolist()) <= set(ids.tolist())
-
-
-def test_against_pytorch(tmp_path: Path) -> None:
-    """The distribution over all tokens, without those that are not on the list."""
-    target, drafter = make_target(tmp_path / "target"), make_drafter(tmp_path / "drafter")
-    ids = np.arange(3, TARGET_DIMS.vocab_size, 3)
-    plain = load_checkpoint(drafter)
-    truth = Truth(target, plain.kind.tap_layers)
-    tokens = np.random.default_rng(1).integers(0, TARGET_DIMS.vocab_size, 20).tolist()
-    expected = DFlash(drafter, plain.dims, truth)(truth(tokens)[1], 7)  # type: ignore[arg-type]  # it is a DFlash one
-    listed = expected[:, ids]
-    listed = listed - np.log(np.exp(listed).sum(-1, keepdims=True))
-    shorten(drafter, ids)
-    engine = build_engine(target, drafter, tmp_path / "engine", max_batch=1)
-    draft = draft_behind(engine, tokens, 7)
-    assert_close(draft.log_probs, -np.sort(-listed, axis=-1)[:, :TOP_K], "the best of the list")
 
 
 def test_a_list_that_leaves_the_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from languages import Compiler
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.compiler import GrammarCompiler, literal
-from ddtree_trt.runtime.structured.judge import Judge, Limits
-from ddtree_trt.runtime.structured.matcher import Preparing
-from ddtree_trt.runtime.structured.opening import Opening
+from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge, Limits, literal
+from ddtree_trt.runtime.structured.matcher import Opening, Preparing
 from ddtree_trt.runtime.structured.record import MAX_AFTER, MAX_CHOICES, StructuredOutput
 
 LETTERS = [*'abcdefghijklmnopqrstuvwxyz"', "<end>"]

@@ -27,9 +27,8 @@ from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.drafters.tapped import OWN_EMBEDDING, OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.rope_scaling import RopeScaling
 

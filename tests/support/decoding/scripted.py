@@ -28,7 +28,7 @@ from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
-from workbench.manifests import bare_manifest
+from workbench.options import bare_manifest
 
 Kind = Literal["dflash", "autoregressive"]
 

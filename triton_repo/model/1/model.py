@@ -19,8 +19,7 @@ try:
     from ddtree_trt.triton.metrics import Metrics
     from ddtree_trt.triton.requests import Call, parse
     from ddtree_trt.triton.responses import Arrays
-    from ddtree_trt.triton.service import Code, Service
-    from ddtree_trt.triton.settings import Settings, select_device
+    from ddtree_trt.triton.service import Code, Service, Settings, select_device
 except ImportError as error:
     raise ImportError(
         f"the server's Python (packages of {sys.prefix}) cannot import ddtree-trt: {error}; install it there, start "

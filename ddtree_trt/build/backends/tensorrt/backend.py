@@ -44,8 +44,8 @@ class PlansBuild(BackendBuild):
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
         for kind in map(kind_of, networks):
-            if self.backend.half not in kind.halves:
-                others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if b.half in kind.halves)
+            if not kind.has(self.backend.half):
+                others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if kind.has(b.half))
                 raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
         if not self.backend.experts and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")

@@ -106,7 +106,6 @@ def write_engine(
 
 
 def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
-    """What is compiled."""
     target, drafter, limits, precision = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision]
     floats, cache = precision.dtype, CacheShape.of(target.dims, limits, precision.value_bytes)
     lowering = NativeGraph if attention == "native" else PluginGraph

@@ -45,7 +45,7 @@ class OrtEngine:
         self.threads = threads
         graph, taps = directory / artifact.TARGET_GRAPH, len(manifest.drafting.tap_layers)
         self._target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
-        self._drafter = make_drafter(manifest, "onnxruntime", directory / artifact.DRAFTER_GRAPH, threads)
+        self._drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 
     @classmethod

@@ -18,7 +18,6 @@ from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, Manifest, cpu_cache_bytes, cpu_cache_rows
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import VerifyRequest
@@ -34,9 +33,6 @@ def session_options(threads: int) -> ort.SessionOptions:
     options.register_custom_ops_library(_native.__file__)
     # Target and drafter have separate threads: those of one would spin on the cores that the other computes on.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if "vnni" not in read_cpu().features:
-        # Without VNNI, x86 processors sum products of bytes in 16 bits, which overflow unless weights are unsigned.
-        options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 
 

@@ -98,7 +98,7 @@ class TrtEngine:
         self._compaction = Compaction(compaction, self.limits.cache_rows, uploads)
         self.networks = [self.target.network, drafter_network, compaction]
         control = upload(buffers.DRAFTER_CONTROL)
-        self.drafter = make_drafter(manifest, "tensorrt", loaded, drafter_network, control, results)
+        self.drafter = make_drafter(manifest, loaded, drafter_network, control, results)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TrtEngine:
@@ -116,12 +116,10 @@ class TrtEngine:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the block of device memory."""
         return self._loaded.layout
 
     @property
     def waits(self) -> int:
-        """How often the host has waited for the device."""
         return self.device.waits
 
     def length(self, slot: int) -> int:

@@ -72,7 +72,6 @@ class TrtNetwork:
 
     @property
     def graphs(self) -> int:
-        """Number of captured passes."""
         return len(self._captured)
 
     def run(

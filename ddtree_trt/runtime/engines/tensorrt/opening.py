@@ -21,10 +21,10 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.tensor_files import read_tensors
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import CacheShape, Layout, StateShapes, tensorrt_buffers
+from ddtree_trt.device.buffers import Layout, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.gpus import KINDS, UNSERVED
 from ddtree_trt.device.libraries import (
@@ -33,7 +33,6 @@ from ddtree_trt.device.libraries import (
     cuda_versions,
     current_gpu,
     import_tensorrt,
-    io_tensors,
     load_plugins,
     make_log,
 )
@@ -130,28 +129,15 @@ class Tables:
     """The tables of shared.safetensors: [V, H] in the engine's precision, a drafter's own under its prefix."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        path, dtype = directory / artifact.SHARED_WEIGHTS, PRECISIONS[manifest.precision].safetensors
-        rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
+        path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
         self._tensors = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
         parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
-        shapes = {
-            prefix + parts[table.name]: table.shape
-            for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items()
-            for table in kind_of(dims).own_tables
-        }
         # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
         self.sources: dict[str, str] = {}
-        for name in shapes:
-            tied = name.removesuffix(names.HEAD) + names.EMBEDDING
-            self.sources[name] = source = name if name in self._tensors or tied not in shapes else tied
-            if source not in self._tensors:
-                raise _unfit(directory, manifest, f"{path} has no tensor {source!r}")
-        for name, tensor in self._tensors.items():
-            expected, found = (dtype, shapes.get(name)), (tensor.dtype, tensor.shape)
-            if name not in shapes:
-                raise _unfit(directory, manifest, f"{path} has a tensor {name!r} that the engine has no place for")
-            if found != expected:
-                raise _unfit(directory, manifest, f"{path}: {name} should be {expected}, found {found}")
+        for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
+            for table in kind_of(dims).own_tables:
+                name = prefix + parts[table.name]
+                self.sources[name] = name if name in self._tensors else prefix + names.EMBEDDING
 
     def upload(self, name: str, device: Device, address: int) -> None:
         """Upload a table and wait for the copy. A head becomes float32, which represents its values exactly."""
@@ -284,7 +270,6 @@ def load_plans(directory: Path, manifest: Manifest) -> Loaded:
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
     stored = Tables(directory, manifest)
-    _check_slots(directory, manifest)
     plans = {
         "target": artifact.TARGET_PLAN,
         "drafter": artifact.DRAFTER_PLAN,
@@ -299,8 +284,6 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
         load_plugins(trt, log, plugin_library, EngineError)
     runtime = trt.Runtime(log)
     engines = {name: _deserialise(runtime, log, directory / file, manifest) for name, file in plans.items()}
-    for name, engine in engines.items():
-        _check_engine(directory, manifest, name, engine)
     shape = engines["drafter"].get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else [0]
     candidates = int(tuple(shape)[-1])
     workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
@@ -336,21 +319,6 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
         drafter_tables={**tables, **own},
         shared=shared,
     )
-
-
-def _check_slots(directory: Path, manifest: Manifest) -> None:
-    """Raises ArtifactError where native attention would bind a cache at an address that TensorRT does not take."""
-    if manifest.attention == "plugin" or manifest.limits.max_batch == 1:
-        return
-    for name, dims in (("target", manifest.target_dims), ("drafter", manifest.drafter_dims)):
-        size = CacheShape.of(dims, manifest.limits, PRECISIONS[manifest.precision].value_bytes).slot_bytes
-        if size % buffers.ALIGNMENT:
-            problem = f"a slot of the {name}'s cache is {size} bytes, expected a multiple of {buffers.ALIGNMENT}"
-            raise _unfit(directory, manifest, f"{directory}: {problem}")
-    states = StateShapes.of(manifest.target_dims)
-    if size := max(states.state_bytes % buffers.ALIGNMENT, states.past_bytes % buffers.ALIGNMENT):
-        problem = f"a slot's state ends {size} bytes behind a multiple of {buffers.ALIGNMENT}, expected at one"
-        raise _unfit(directory, manifest, f"{directory}: {problem}")
 
 
 def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
@@ -390,29 +358,3 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
     if engine is None:
         raise _unfit(path.parent, manifest, f"TensorRT cannot load {path}: {log.words()}")
     return engine
-
-
-def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -> None:
-    """Raises ArtifactError for a plan that does not match the manifest, which digests do not detect."""
-    found = io_tensors(engine)
-    listed = manifest.tensors.get(name, {})
-    expected = {*listed.get("inputs", ()), *listed.get("outputs", ())}
-    if different := found ^ expected:
-        problem = f"the manifest and the {name}'s plan differ in tensor {min(different)}"
-        raise _unfit(directory, manifest, f"{directory}: {problem}")
-    dims, limits = manifest.drafter_dims if name == "drafter" else manifest.target_dims, manifest.limits
-    cache = CacheShape.of(dims, limits, PRECISIONS[manifest.precision].value_bytes)
-    pasts = names.past_names(len(dims.attention_layers))
-    leading: tuple[int, ...]
-    if name != "compaction":
-        leading = (limits.max_batch if manifest.attention == "plugin" else -1,)
-    elif manifest.attention == "plugin":
-        pasts, leading = [names.PAST_CACHE], (-1, cache.stored_slots)
-    else:
-        leading = (1,)
-    wanted = (*leading, *cache.slot_shape)
-    for tensor in pasts:
-        shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
-        if shape != wanted:
-            problem = f"{directory}: {tensor} of the {name} should be {wanted}, found {shape}"
-            raise _unfit(directory, manifest, problem)

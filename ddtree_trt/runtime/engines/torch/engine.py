@@ -74,7 +74,7 @@ class TorchEngine:
         slots, rows = self.limits.max_batch, self.target.cache.rows
         cache = DeviceCache(draft_dims, slots, rows, drafter_dtype, device, kernels=own_attention.kernels)
         parts = DrafterParts(weights, self.target.network, cache, own_attention, self.target.graphs)
-        self.drafter = make_drafter(manifest, "torch", parts)
+        self.drafter = make_drafter(manifest, parts)
         # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, the whole rows of
         # logits that they draw from, and a cache that a round launched in vain leaves as it is.
         block = self.drafter if isinstance(self.drafter, BlockOnDevice) else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.decoder import Experts
 
 Swiglu = Callable[[Tensor], Tensor]  # [1, rows, 2·inner] → [1, rows, inner]
 # A product of rows [rows, in], grouped by expert, with weights [E, in, out]; `offs` int32 [E] are the ends of groups.

@@ -13,7 +13,7 @@ from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.artifact.files import TORCH_WEIGHTS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, block_drafter_precision
-from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.plugins import LOWEST_SM
