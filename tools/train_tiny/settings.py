@@ -85,14 +85,6 @@ class Settings:
 
 _DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=64, value_dim=64, taps=4, attention_layers=(2, 5))
 HYBRID = Settings(
-    target=TargetSettings(
-        delta=_DELTA,
-        imitated=0.55,
-        schedule=replace(_TARGET, warmup=10, seconds=2800.0, micro_batches=1, check_s=1200.0),
-    ),
-    data=replace(_DATA, batch=48, pool=2, max_new=200),
-    pools=1,
-    corpus_share=8.0,
-    drafters={"drafter": replace(DFLASH, schedule=replace(_DRAFTER, seconds=600.0, check_s=400.0))},
-    validation=ValidationSettings(prompts=8, max_new=200),
+    target=TargetSettings(delta=_DELTA, imitated=0.5, schedule=replace(_TARGET, warmup=10, micro_batches=1)),
+    drafters={"drafter": DFLASH},
 )

@@ -18,7 +18,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "dflash": {"target": "tiny"},
     "dspark": {"target": "tiny-dspark"},
     "eagle3": {"target": "tiny-eagle3"},
-    "hybrid": {"target": "tiny-hybrid"},
     # The target drafts for itself: all is accepted but for the lies that a test puts in.
     "autoregressive": {"target": "own", "checkpoint": PACKAGED / "target", "drafter": PACKAGED / "target"},
 }

@@ -367,8 +367,7 @@ class Remembering:
         and none that it has seen with another token behind it."""
         same = next((i for i, (a, b) in enumerate(zip(self._held, tokens, strict=False)) if a != b), len(self._held))
         same = max(0, min(same, len(tokens)) - 1)
-        self._engine.truncate(0, same)  # a hybrid goes back to less
-        same = self._engine.length(0)
+        self._engine.truncate(0, same)
         self._held = list(tokens)
         return copied(self._engine.prefill(0, np.array(tokens[same:], np.int64), rows="last", taps=True))
 
@@ -388,8 +387,6 @@ CASES = [
     ("dspark", "ddtree", 16),
     ("dspark", "dflash-sample", 3),
     ("eagle3", "eagle", 6),
-    ("hybrid", "ddtree", 16),
-    ("hybrid", "dflash-sample", 3),
     ("autoregressive", "draft-model", 3),
 ]
 

@@ -31,16 +31,14 @@ GRID: dict[str, list[tuple[str, list[Any]]]] = {
     "dflash": [("ddtree", [1, 4, 16, 64, 256, "auto"]), ("dflash", [3, "auto"]), ("dflash-sample", ["auto"])],
     "dspark": [("ddtree", [1, 4, 16, 64, "auto"]), ("dflash", ["auto"]), ("dflash-sample", ["auto"])],
     "eagle3": [("eagle", [1, 2, 9, 40, "auto"])],
-    "hybrid": [("ddtree", [1, 4, 16, 64, 256, "auto"]), ("dflash", [3, "auto"]), ("dflash-sample", ["auto"])],
     "autoregressive": [("draft-model", [1, 2, 7, "auto"])],
 }
-PAIRS = [(kind, name) for kind in GRID for name in ENGINES if (kind, name) != ("hybrid", "int8")]  # which is refused
 # What `ar` said, by engine, prompt and parameters. A closed engine's number may be another's later.
 ALONE: WeakKeyDictionary[LLM, dict[Any, Any]] = WeakKeyDictionary()
 ALLOWED = 0.005  # share of an inexact engine's requests that may differ, all of them by ties
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+@pytest.fixture(scope="module", params=[(kind, name) for kind in GRID for name in ENGINES], ids="-".join)
 def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[tuple[str, LLM]]:
     kind, name = request.param
     with LLM(built(kind, *ENGINES[name]), threads=1) as llm:
