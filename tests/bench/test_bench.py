@@ -29,7 +29,7 @@ SETTINGS = BenchSettings("engine", budgets=("auto", 4), limit=2, max_tokens=12)
     ("changes", "kind", "labels"),
     [
         ({}, "dflash", "ar dflash ddtree@auto ddtree@4"),
-        ({"device_rounds": "on"}, "dflash", "ar dflash ddtree@auto ddtree@4+device"),
+        ({"device_rounds": "on"}, "dflash", "ar+device dflash+device ddtree@auto+device ddtree@4+device"),
         ({"methods": ("ar", "dflash-sample")}, "dflash", "ar dflash dflash-sample"),
         ({}, "autoregressive", "ar draft-model"),
         ({}, "eagle3", "ar eagle@auto eagle@4"),
