@@ -91,7 +91,6 @@ def diagnose(survey: Survey | None = None) -> Diagnosis:
             _check_gpu(survey),
             _check_driver(survey),
             _check_torch(survey),
-            _check_flash(),
             *_check_packages(survey),
             _check_nvcc(survey),
             *_check_plugins(survey),
@@ -168,12 +167,6 @@ def _cuda(survey: Survey, rtx: str | None) -> str | None:
 def _check_nvcc(survey: Survey) -> Check:
     use = "compiling the CUDA kernels and the plugin library"
     return Check("nvcc", survey.nvcc is not None, survey.nvcc or "not on PATH", use, _NVCC if survey.gpus else None)
-
-
-def _check_flash() -> Check:
-    use = "prefill and the drafter's block in the torch backend; without it our own kernels do them"
-    found = installed_versions("flash-attn")
-    return Check("flash-attn", bool(found), _listing(found) or "not installed, and not needed", use)
 
 
 def _check_plugins(survey: Survey) -> tuple[Check, ...]:

@@ -69,6 +69,7 @@ namespace device {
 inline int32_t multiprocessors() { return emulator::multiprocessors; }
 inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
+inline void wait_and_trigger() {}
 inline void sync_block() { emulator::block_barrier(); }
 inline void sync_warp() { emulator::exchange(nullptr, 0); }
 
@@ -100,6 +101,7 @@ inline uint32_t warp_max(uint32_t value) {
     }
     return most;
 }
+inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 inline int first_bit(uint32_t bits) { return __builtin_ctz(bits); }
 
 // Fibers run one at a time.
@@ -115,6 +117,8 @@ inline uint32_t atomic_max(uint32_t* at, uint32_t value) {
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float product(float x, float y) { return x * y; }
+inline float fused(float x, float y, float z) { return std::fma(x, y, z); }
 
 inline void copy_async(void* shared, const void* global, bool valid) { emulator::copy_start(shared, global, valid); }
 inline void copy_commit() { emulator::copy_commit(); }
@@ -196,14 +200,20 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
     const int g = lane() / 4;
     for (int e = 0; e < 4; ++e) {
         const int column = 2 * (lane() % 4) + e % 2;
-        float sum = c[e];
+        float sum[16];
         for (int k = 0; k < 16; ++k) {
             // Row g (e < 2) or g + 8 of a, column k; row k of b, column `column`.
             const float x = held(g * 4 + k % 8 / 2)[(k / 8 * 2 + e / 2) * 2 + k % 2];
             const float y = held(column * 4 + k % 8 / 2)[8 + k / 8 * 2 + k % 2];
-            sum += x * y;
+            sum[k] = x * y;
         }
-        c[e] = sum;
+        // Pair by pair: hardware's order is its own, and in this one a term's place is seen in the result.
+        for (int apart = 1; apart < 16; apart *= 2) {
+            for (int k = 0; k < 16; k += 2 * apart) {
+                sum[k] += sum[k + apart];
+            }
+        }
+        c[e] += sum[0];
     }
 }
 

@@ -1,4 +1,4 @@
-// The second kernel of tree attention: adds up the parts the keys were split into.
+// The second kernel of tree attention: folds the parts of every row and divides by their sum.
 #pragma once
 
 #include <type_traits>
@@ -10,51 +10,61 @@ namespace ddtree {
 namespace {
 
 constexpr int kCombineWarps = 4;
+constexpr int kPartsAhead = 8;  // whose loads are under way
 
-// One warp per row adds up the row's parts.
+// One warp per row.
 template <ElementType kType, int kHeadDim>
 __global__ void __launch_bounds__(kWarp* kCombineWarps) combine(const AttentionArgs args) {
+    device::wait_and_trigger();
     constexpr int kColumns = kHeadDim / kWarp;  // of one lane
+    using Columns = std::conditional_t<kColumns == 4, Float4, Float2>;
     const TreeAttention& a = args.call;
-    const int splits = args.plan.splits;
+    const AttentionPlan& plan = args.plan;
     const int lane = threadIdx.x % kWarp;
     const int row = static_cast<int>(blockIdx.x) * kCombineWarps + static_cast<int>(threadIdx.x) / kWarp;
-    if (row >= args.plan.rows) {
+    if (row >= plan.rows) {
         return;
     }
-    const int64_t part0 = static_cast<int64_t>(blockIdx.y) * splits * args.plan.rows + row;
-    const auto* parts = reinterpret_cast<const Float2*>(args.partial_sum);
+    const int group = a.q_heads / a.kv_heads;
+    const int token = row / group;
+    const Place place = make_place(a, blockIdx.y);
+    const bool tail = a.mask_mode != MaskMode::none;
+    const int end = tail ? head_end(place.past + tokens_seen(a, place.n, token) - 1) : place.past + a.tokens;
+    const int heads = plan.folds ? (end > 0 ? 1 : 0) : ceil_div(end, kUnitKeys);
+    const int count = heads + (tail ? 1 : 0);
+    const int64_t first_part = static_cast<int64_t>(blockIdx.y) * plan.parts;
 
-    float top = -__builtin_huge_valf();
-    for (int s = lane; s < splits; s += kWarp) {
-        top = fmaxf(top, parts[part0 + static_cast<int64_t>(s) * args.plan.rows].x[0]);
-    }
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-        top = fmaxf(top, device::shuffle_xor(top, lanes));
-    }
-    const float base = top == -__builtin_huge_valf() ? 0.0f : top;
+    float largest = -__builtin_huge_valf();
     float total = 0.0f;
     float x[kColumns] = {};
-    for (int s = 0; s < splits; ++s) {
-        const int64_t part = part0 + static_cast<int64_t>(s) * args.plan.rows;
-        const Float2 of = parts[part];
-        if (of.x[1] == 0.0f) {  // an empty part never wrote its output
-            continue;
-        }
-        const float weight = device::exp2_fast(of.x[0] - base);
-        total += weight * of.x[1];
-        using Columns = std::conditional_t<kColumns == 4, Float4, Float2>;
-        const Columns from = *reinterpret_cast<const Columns*>(args.partial_out + part * kHeadDim + lane * kColumns);
+    for (int first = 0; first < count; first += kPartsAhead) {
+        Float2 of[kPartsAhead];
+        Columns from[kPartsAhead];
         DDTREE_UNROLL
-        for (int e = 0; e < kColumns; ++e) {
-            x[e] += weight * from.x[e];
+        for (int i = 0; i < kPartsAhead; ++i) {
+            if (first + i < count) {
+                const int part = first + i < heads ? first + i : plan.parts - 1;
+                const int64_t at = (first_part + part) * plan.rows + row;
+                of[i] = reinterpret_cast<const Float2*>(args.partial_sum)[at];
+                from[i] = *reinterpret_cast<const Columns*>(args.partial_out + at * kHeadDim + lane * kColumns);
+            }
+        }
+        DDTREE_UNROLL
+        for (int i = 0; i < kPartsAhead; ++i) {
+            if (first + i < count) {
+                const Fold fold(largest, of[i].x[0]);
+                largest = fold.largest;
+                total = fold(total, of[i].x[1]);
+                DDTREE_UNROLL
+                for (int e = 0; e < kColumns; ++e) {
+                    x[e] = fold(x[e], from[i].x[e]);
+                }
+            }
         }
     }
     const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-    const int group = a.q_heads / a.kv_heads;
-    const int n = blockIdx.y / a.kv_heads;
-    const int head = blockIdx.y % a.kv_heads * group + row % group;
-    const int64_t to = (static_cast<int64_t>(n) * a.tokens + row / group) * a.q_heads + head;
+    const int head = place.head * group + row % group;
+    const int64_t to = (static_cast<int64_t>(place.n) * a.tokens + token) * a.q_heads + head;
     auto* words = static_cast<uint32_t*>(a.out) + (to * kHeadDim + lane * kColumns) / 2;
     DDTREE_UNROLL
     for (int e = 0; e < kColumns / 2; ++e) {

@@ -1,9 +1,10 @@
-// Tree attention with split keys, in the manner of FlashAttention-2 / flash decoding: online softmax over tiles of
-// keys, tensor-core products, and a second kernel that combines the parts.
+// Tree attention in the manner of FlashAttention-2 / flash decoding: online softmax over tiles of keys and tensor-core
+// products. attention_args.cuh says which keys are summed in which order, and why.
 //
 // Rows are (token, query head of the group) pairs, token-major, so that one pass over a key/value head serves its whole
-// group. Keys are the committed past, read from the cache, followed by the T new tokens, read from the inputs: nothing
-// in the launch reads the rows it appends, so no order among blocks is needed.
+// group. Blocks take heads of 16 rows a warp, or tails of a token a warp. Keys are the committed past, read from the
+// cache, and the T new tokens, read from the inputs: nothing in the launch reads the rows it appends, so no order among
+// blocks is needed.
 
 #pragma once
 
@@ -13,10 +14,27 @@ namespace ddtree {
 
 namespace {
 
+// What a block's shared memory holds first: numbers its warps tell each other.
+struct Control {
+    int of_warp[4];            // the last key of a warp's rows, or the tokens its token sees
+    int path[4][kMargin + 1];  // the tokens a warp's token sees
+};
+constexpr size_t kControlBytes = 384;
+static_assert(sizeof(Control) <= kControlBytes, "tiles begin behind it, aligned");
+
+constexpr int kOwnRows = kMargin + 1;  // new rows that a warp gathers in a tail
+// Rows side by side that the tails of a block read: 80 positions at most, and those of its other tokens.
+__host__ __device__ constexpr int side_rows(int warps) { return kTileKeys + kMargin + warps - 1; }
+
 template <int kHeadDim>
-constexpr size_t shared_bytes(int warps) {
-    // Two stages of keys and values, where the output of every warp is gathered in the end, and its maxima and sums.
-    return 4 * kTileKeys * kHeadDim * 2 + 2 * warps * kWarpRows * sizeof(float);
+__host__ __device__ constexpr size_t stage_bytes() {  // keys and values of a tile
+    return 2 * kTileKeys * kHeadDim * 2;
+}
+template <int kHeadDim>
+size_t shared_bytes(int warps, bool folds) {
+    const size_t folded = folds ? (kHeadDim / 2 + 4) * sizeof(float) * warps * kWarp : 0;
+    const size_t tail = static_cast<size_t>(side_rows(warps) + warps * kOwnRows) * kHeadDim * 4;
+    return kControlBytes + larger(2 * stage_bytes<kHeadDim>() + folded, tail);
 }
 
 // Rows are cut into 16-byte chunks; exchanging them spreads eight rows of one chunk over all memory banks.
@@ -24,119 +42,85 @@ template <int kHeadDim>
 __device__ int chunk_offset(int row, int chunk) {
     return row * kHeadDim * 2 + ((chunk ^ (row & 7)) * 16);
 }
-// The same for float rows, in units of floats; `column` in groups of eight.
-template <int kHeadDim>
-__device__ int float_offset(int row, int column) {
-    return row * kHeadDim + (column ^ ((row & 7) * 8));
-}
 
-// The work of one block.
-struct Place {
-    int n, head, past, row0;
-    int64_t cache_row0;  // of this slot and head
-    int keys;            // past and those new tokens that a row of this block may see
-};
-
-__device__ Place make_place(const AttentionArgs& args, int n, int head, int row_tile) {
-    const TreeAttention& a = args.call;
-    const int slot = clamped(a.slot_ids[n], 0, a.slots - 1);
-    Place place;
-    place.n = n;
-    place.head = head;
-    place.past = clamped(a.past_len[n], 0, a.capacity - a.tokens);
-    place.row0 = row_tile * kWarpRows * args.plan.row_warps;
-    place.cache_row0 = (static_cast<int64_t>(slot) * a.kv_heads + head) * a.capacity;
-    const int last_row = smaller(place.row0 + kWarpRows * args.plan.row_warps, args.plan.rows) - 1;
-    const int seen = a.mask_mode == MaskMode::none ? a.tokens : last_row / (a.q_heads / a.kv_heads) + 1;
-    place.keys = place.past + seen;
-    return place;
-}
-
-__device__ bool visible(const TreeAttention& a, int n, int token, int fresh) {
-    if (fresh < 0) {
-        return true;
-    }
-    if (a.mask_mode == MaskMode::none) {
-        return fresh < a.tokens;
-    }
-    if (fresh > token) {
-        return false;
-    }
-    if (a.mask_mode == MaskMode::causal) {
-        return true;
-    }
-    const int64_t word = (static_cast<int64_t>(n) * a.tokens + token) * a.mask_words + fresh / 32;
-    return (static_cast<uint32_t>(a.tree_mask[word]) >> (fresh % 32)) & 1u;
-}
-
-// Copies every plan.splits-th new row, beginning with `split`, into the cache.
-template <int kHeadDim, int kThreads>
-__device__ void append(const TreeAttention& a, const Place& place, int split, int splits) {
+// Starts the copy of `rows` keys and values from position `first` on to rows `row0` and on, by threads 0 ... kThreads -
+// 1; those at and after `limit` become zeros. token_of(i) is the new token at position past + i.
+template <int kHeadDim, int kThreads, typename TokenOf>
+__device__ void load(const TreeAttention& a, const Place& place, int thread, int first, int rows, int limit,
+                     TokenOf token_of, unsigned char* keys, unsigned char* values, int row0 = 0) {
     constexpr int kChunks = kHeadDim / 8;
-    const int mine = ceil_div(a.tokens - split, splits);  // 0 or less when there are more parts than tokens
-    for (int i = threadIdx.x; i < mine * kChunks; i += kThreads) {
-        const int token = split + (i / kChunks) * splits;
-        const int chunk = i % kChunks;
-        const int64_t from =
-            ((static_cast<int64_t>(place.n) * a.tokens + token) * a.kv_heads + place.head) * kChunks + chunk;
-        const int64_t to = (place.cache_row0 + place.past + token) * kChunks + chunk;
-        static_cast<Bytes16*>(a.present_k)[to] = static_cast<const Bytes16*>(a.k)[from];
-        static_cast<Bytes16*>(a.present_v)[to] = static_cast<const Bytes16*>(a.v)[from];
-    }
-}
-
-// Starts the copy of a tile of keys and values; rows at and after place.keys become zeros.
-template <int kHeadDim, int kThreads>
-__device__ void load_tile(const TreeAttention& a, const Place& place, int tile, unsigned char* stage) {
-    constexpr int kChunks = kHeadDim / 8;
-    unsigned char* values = stage + kTileKeys * kHeadDim * 2;
-    for (int i = threadIdx.x; i < kTileKeys * kChunks; i += kThreads) {
+    for (int i = thread; i < rows * kChunks; i += kThreads) {
         const int row = i / kChunks;
         const int chunk = i % kChunks;
-        const int key = tile * kTileKeys + row;
-        const bool valid = key < place.keys;
-        const bool committed = key < place.past;
-        const int64_t fresh = (static_cast<int64_t>(place.n) * a.tokens + (key - place.past)) * a.kv_heads + place.head;
-        const int64_t source = !valid ? 0 : (committed ? place.cache_row0 + key : fresh) * kChunks + chunk;
-        const void* keys = committed ? a.past_k : a.k;
-        const void* vals = committed ? a.past_v : a.v;
-        const int offset = chunk_offset<kHeadDim>(row, chunk);
-        device::copy_async(stage + offset, static_cast<const Bytes16*>(keys) + source, valid);
-        device::copy_async(values + offset, static_cast<const Bytes16*>(vals) + source, valid);
+        const int position = first + row;
+        const bool valid = position < limit;
+        const bool committed = position < place.past;
+        int64_t source = 0;
+        if (valid) {
+            source = committed
+                         ? place.cache_row0 + position
+                         : (static_cast<int64_t>(place.n) * a.tokens + token_of(position - place.past)) * a.kv_heads +
+                               place.head;
+        }
+        const auto* from_k = static_cast<const Bytes16*>(committed ? a.past_k : a.k) + source * kChunks + chunk;
+        const auto* from_v = static_cast<const Bytes16*>(committed ? a.past_v : a.v) + source * kChunks + chunk;
+        const int offset = chunk_offset<kHeadDim>(row0 + row, chunk);
+        device::copy_async(keys + offset, from_k, valid);
+        device::copy_async(values + offset, from_v, valid);
     }
 }
 
-// Starts the copy of the block's query rows; rows beyond the last become zeros.
-template <int kHeadDim, int kThreads>
-__device__ void load_queries(const AttentionArgs& args, const Place& place, unsigned char* stage) {
-    constexpr int kChunks = kHeadDim / 8;
-    const TreeAttention& a = args.call;
-    const int group = a.q_heads / a.kv_heads;
-    for (int i = threadIdx.x; i < kWarpRows * args.plan.row_warps * kChunks; i += kThreads) {
-        const int row = place.row0 + i / kChunks;
-        const int chunk = i % kChunks;
-        const bool valid = row < args.plan.rows;
-        const int64_t token = static_cast<int64_t>(place.n) * a.tokens + row / group;
-        const int64_t source = valid ? (token * a.q_heads + place.head * group + row % group) * kChunks + chunk : 0;
-        device::copy_async(stage + chunk_offset<kHeadDim>(i / kChunks, chunk),
-                           static_cast<const Bytes16*>(a.q) + source, valid);
+// The left operands of 16 query rows, of which this lane reads [N, T, Hq] rows `row`; -1: zeros.
+template <int kHeadDim>
+__device__ void read_queries(const TreeAttention& a, const int64_t (&row)[2], uint32_t (&q)[kHeadDim / 16][4]) {
+    const auto* words = static_cast<const uint32_t*>(a.q) + threadIdx.x % 4;
+    DDTREE_UNROLL
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+        DDTREE_UNROLL
+        for (int e = 0; e < 4; ++e) {
+            q[d][e] = row[e % 2] < 0 ? 0 : words[row[e % 2] * (kHeadDim / 2) + d * 8 + e / 2 * 4];
+        }
     }
 }
 
-// The running softmax of one warp's 16 rows over its share of the keys. Lane l holds rows l / 4 and l / 4 + 8.
+// The online softmax of one warp's 16 rows. Lane l holds rows l / 4 and l / 4 + 8.
 template <int kHeadDim>
 struct Running {
     float out[kHeadDim / 8][4];  // tensor-core accumulators, eight columns each
     float largest[2];            // of the rows' scores so far, in units of log2
-    float sum[2];                // of this lane's exponentials
+    float sum[2];                // of this lane's exponentials; of the rows' when `close` was called
+
+    __device__ void clear() {
+        DDTREE_UNROLL
+        for (int d = 0; d < kHeadDim / 8; ++d) {
+            DDTREE_UNROLL
+            for (int e = 0; e < 4; ++e) {
+                out[d][e] = 0.0f;
+            }
+        }
+        DDTREE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+            largest[r] = -__builtin_huge_valf();
+            sum[r] = 0.0f;
+        }
+    }
+    __device__ void close() {
+        DDTREE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+            sum[r] += device::shuffle_xor(sum[r], 1);
+            sum[r] += device::shuffle_xor(sum[r], 2);
+        }
+    }
 };
 
-template <ElementType kType, int kHeadDim, int kKeys>
-__device__ void attend_tile(const TreeAttention& a, const Place& place, const uint32_t (&q)[kHeadDim / 16][4],
-                            const int (&token)[2], int first_key, int stage_row, float scale_log2,
-                            const unsigned char* stage, Running<kHeadDim>& running) {
+// Adds the keys at positions first ... first + kKeys - 1, as far as they are before a row's limit; row_of(i) is the row
+// of shared memory where the key and the value at first + i are. All products that are added to are rounded as they are
+// written, so that every kernel this is part of has the same bits.
+template <ElementType kType, int kHeadDim, int kKeys, typename RowOf>
+__device__ void attend_tile(const uint32_t (&q)[kHeadDim / 16][4], const int (&limit)[2], int first,
+                            const unsigned char* keys, const unsigned char* values, RowOf row_of, float scale_log2,
+                            Running<kHeadDim>& running) {
     const int lane = threadIdx.x % kWarp;
-    const unsigned char* values = stage + kTileKeys * kHeadDim * 2;
 
     float score[kKeys / 8][4];
     DDTREE_UNROLL
@@ -145,25 +129,24 @@ __device__ void attend_tile(const TreeAttention& a, const Place& place, const ui
         for (int e = 0; e < 4; ++e) {
             score[j][e] = 0.0f;
         }
+        const int row = row_of(j * 8 + lane % 8);
         DDTREE_UNROLL
         for (int d = 0; d < kHeadDim / 32; ++d) {
             uint32_t b[4];
-            device::load_matrices(b, stage + chunk_offset<kHeadDim>(stage_row + j * 8 + lane % 8, d * 4 + lane / 8));
+            device::load_matrices(b, keys + chunk_offset<kHeadDim>(row, d * 4 + lane / 8));
             device::multiply_add<kType>(score[j], q[2 * d], b[0], b[1]);
             device::multiply_add<kType>(score[j], q[2 * d + 1], b[2], b[3]);
         }
     }
 
     const float nothing = -__builtin_huge_valf();
-    const bool all_visible = first_key + kKeys <= place.past;
     float largest[2] = {running.largest[0], running.largest[1]};
     DDTREE_UNROLL
     for (int j = 0; j < kKeys / 8; ++j) {
         DDTREE_UNROLL
         for (int e = 0; e < 4; ++e) {
-            const int fresh = first_key + j * 8 + 2 * (lane % 4) + e % 2 - place.past;
-            const bool seen = all_visible || visible(a, place.n, token[e / 2], fresh);
-            score[j][e] = seen ? score[j][e] * scale_log2 : nothing;
+            const int position = first + j * 8 + 2 * (lane % 4) + e % 2;
+            score[j][e] = position < limit[e / 2] ? device::product(score[j][e], scale_log2) : nothing;
             largest[e / 2] = fmaxf(largest[e / 2], score[j][e]);
         }
     }
@@ -175,7 +158,7 @@ __device__ void attend_tile(const TreeAttention& a, const Place& place, const ui
         base[r] = largest[r] == nothing ? 0.0f : largest[r];  // inf - inf would be NaN
         const float shrink = device::exp2_fast(running.largest[r] - base[r]);
         running.largest[r] = largest[r];
-        running.sum[r] *= shrink;
+        running.sum[r] = device::product(running.sum[r], shrink);
         DDTREE_UNROLL
         for (int d = 0; d < kHeadDim / 8; ++d) {
             running.out[d][2 * r] *= shrink;
@@ -197,184 +180,331 @@ __device__ void attend_tile(const TreeAttention& a, const Place& place, const ui
                 p[2 * half + r] = device::pack<kType>(low, high);
             }
         }
+        const int row = row_of(j * 16 + lane % 16);
         DDTREE_UNROLL
         for (int d = 0; d < kHeadDim / 16; ++d) {
             uint32_t b[4];
-            device::load_matrices_transposed(
-                b, values + chunk_offset<kHeadDim>(stage_row + j * 16 + lane % 16, d * 2 + lane / 16));
+            device::load_matrices_transposed(b, values + chunk_offset<kHeadDim>(row, d * 2 + lane / 16));
             device::multiply_add<kType>(running.out[2 * d], p, b[0], b[1]);
             device::multiply_add<kType>(running.out[2 * d + 1], p, b[2], b[3]);
         }
     }
 }
 
-// Merges the key warps of each row and writes the row's output, or its part when keys are split.
-template <ElementType kType, int kHeadDim, int kRowWarps, int kKeyWarps>
-__device__ void write_rows(const AttentionArgs& args, const Place& place, int split, const float* out,
-                           const float* largest, const float* sum) {
-    constexpr int kThreads = kWarp * kRowWarps * kKeyWarps;
-    constexpr int kChunks = kHeadDim / 8;
-    const TreeAttention& a = args.call;
-    const int group = a.q_heads / a.kv_heads;
-    const float nothing = -__builtin_huge_valf();
-    for (int i = threadIdx.x; i < kWarpRows * kRowWarps * kChunks; i += kThreads) {
-        const int local = i / kChunks;
-        const int chunk = i % kChunks;
-        const int row = place.row0 + local;
-        if (row >= args.plan.rows) {
+// Stores a part of the rows of this lane; -1: of none.
+template <int kHeadDim>
+__device__ void write_part(const AttentionArgs& args, int pair, int part, const int (&row)[2],
+                           const Running<kHeadDim>& running) {
+    const int lane = threadIdx.x % kWarp;
+    DDTREE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+        if (row[r] < 0) {
             continue;
         }
-        float top = nothing;
+        const int64_t at = (static_cast<int64_t>(pair) * args.plan.parts + part) * args.plan.rows + row[r];
+        float* const out = args.partial_out + at * kHeadDim + 2 * (lane % 4);
         DDTREE_UNROLL
-        for (int w = 0; w < kKeyWarps; ++w) {
-            top = fmaxf(top, largest[w * kWarpRows * kRowWarps + local]);
+        for (int d = 0; d < kHeadDim / 8; ++d) {
+            *reinterpret_cast<Float2*>(out + d * 8) = {{running.out[d][2 * r], running.out[d][2 * r + 1]}};
         }
-        const float base = top == nothing ? 0.0f : top;
-        float total = 0.0f;
-        float x[8] = {};
-        DDTREE_UNROLL
-        for (int w = 0; w < kKeyWarps; ++w) {
-            const int from = w * kWarpRows * kRowWarps + local;
-            const float weight = device::exp2_fast(largest[from] - base);
-            total += weight * sum[from];
-            DDTREE_UNROLL
-            for (int e = 0; e < 8; ++e) {
-                x[e] += weight * out[float_offset<kHeadDim>(from, chunk * 8) + e];
-            }
-        }
-        if (args.plan.splits == 1) {
-            const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-            Bytes16 packed;
-            DDTREE_UNROLL
-            for (int e = 0; e < 4; ++e) {
-                packed.word[e] = device::pack<kType>(x[2 * e] * inverse, x[2 * e + 1] * inverse);
-            }
-            const int64_t token = static_cast<int64_t>(place.n) * a.tokens + row / group;
-            static_cast<Bytes16*>(a.out)[(token * a.q_heads + place.head * group + row % group) * kChunks + chunk] =
-                packed;
-        } else {
-            const int64_t part =
-                ((static_cast<int64_t>(place.n) * a.kv_heads + place.head) * args.plan.splits + split) *
-                    args.plan.rows +
-                row;
-            auto* to = reinterpret_cast<Float4*>(args.partial_out + part * kHeadDim + chunk * 8);
-            to[0] = {{x[0], x[1], x[2], x[3]}};
-            to[1] = {{x[4], x[5], x[6], x[7]}};
-            if (chunk == 0) {
-                reinterpret_cast<Float2*>(args.partial_sum)[part] = {{top, total}};
-            }
+        if (lane % 4 == 0) {
+            reinterpret_cast<Float2*>(args.partial_sum)[at] = {{running.largest[r], running.sum[r]}};
         }
     }
 }
 
-template <ElementType kType, int kHeadDim, int kRowWarps, int kKeyWarps>
-__global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps) attend(const AttentionArgs args) {
-    constexpr int kThreads = kWarp * kRowWarps * kKeyWarps;
-    constexpr int kKeys = kTileKeys / kKeyWarps;  // of a tile, for one warp
-    constexpr int kStageBytes = 2 * kTileKeys * kHeadDim * 2;
-    static_assert(kWarpRows * kRowWarps * kHeadDim * 2 <= kStageBytes, "queries pass through one stage");
-    static_assert(kRowWarps * kKeyWarps * kWarpRows * kHeadDim * 4 <= 2 * kStageBytes, "outputs pass through both");
-    DDTREE_DYNAMIC_SHARED(shared);
+// The fold of a warp's units so far, where a block folds them: each thread's own column of shared memory.
+template <int kHeadDim, int kThreads>
+struct Folded {
+    static constexpr int kLargest = kHeadDim / 2, kSum = kLargest + 2;
+    float* column;
 
-    const TreeAttention& a = args.call;
-    const int splits = args.plan.splits;
-    const int split = blockIdx.y;
-    const Place place = make_place(args, blockIdx.z / a.kv_heads, blockIdx.z % a.kv_heads, blockIdx.x);
-    if (blockIdx.x == 0) {
-        append<kHeadDim, kThreads>(a, place, split, splits);
-    }
-
-    const int tiles = ceil_div(place.keys, kTileKeys);
-    const int per_split = ceil_div(tiles, splits);
-    const int first = split * per_split;
-    const int last = smaller(first + per_split, tiles);
-    if (first >= last) {  // only with several splits: there is always a tile
-        const int64_t part =
-            ((static_cast<int64_t>(place.n) * a.kv_heads + place.head) * splits + split) * args.plan.rows;
-        for (int i = threadIdx.x; i < kWarpRows * kRowWarps && place.row0 + i < args.plan.rows; i += kThreads) {
-            reinterpret_cast<Float2*>(args.partial_sum)[part + place.row0 + i] = {{-__builtin_huge_valf(), 0.0f}};
+    __device__ explicit Folded(unsigned char* tiles)
+        : column(reinterpret_cast<float*>(tiles + 2 * stage_bytes<kHeadDim>()) + threadIdx.x) {}
+    __device__ float& at(int i) const { return column[i * kThreads]; }
+    __device__ void set(const Running<kHeadDim>& to) const {
+        DDTREE_UNROLL
+        for (int i = 0; i < kLargest; ++i) {
+            at(i) = to.out[i / 4][i % 4];
         }
-        return;
+        DDTREE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+            at(kLargest + r) = to.largest[r];
+            at(kSum + r) = to.sum[r];
+        }
     }
+    // Of what is folded and a closed unit behind it.
+    __device__ void fold_into(Running<kHeadDim>& unit) const {
+        DDTREE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+            const Fold fold(at(kLargest + r), unit.largest[r]);
+            unit.largest[r] = fold.largest;
+            unit.sum[r] = fold(at(kSum + r), unit.sum[r]);
+            DDTREE_UNROLL
+            for (int d = 0; d < kHeadDim / 8; ++d) {
+                DDTREE_UNROLL
+                for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                    unit.out[d][e] = fold(at(d * 4 + e), unit.out[d][e]);
+                }
+            }
+        }
+    }
+};
 
+// Ends a unit: stores it, or adds it to what is folded, and begins the next. `last`: there is none.
+template <int kHeadDim, int kThreads>
+__device__ void end_unit(const AttentionArgs& args, int pair, int unit, bool last, const int (&row)[2],
+                         const Folded<kHeadDim, kThreads>& folded, Running<kHeadDim>& running) {
+    running.close();
+    if (args.plan.folds) {
+        folded.fold_into(running);
+        if (!last) {
+            folded.set(running);
+        }
+    }
+    if (!args.plan.folds || last) {
+        write_part(args, pair, args.plan.folds ? 0 : unit, row, running);
+    }
+    running.clear();
+}
+
+// The heads of a block's rows: every args.sharing-th unit of their keys.
+template <ElementType kType, int kHeadDim, int kWarps>
+__device__ void attend_heads(const AttentionArgs& args, int block, unsigned char* shared) {
+    constexpr int kThreads = kWarp * kWarps;
+    constexpr int kStage = stage_bytes<kHeadDim>();
+    const TreeAttention& a = args.call;
+    const AttentionPlan& plan = args.plan;
     const int lane = threadIdx.x % kWarp;
     const int warp = threadIdx.x / kWarp;
-    const int row_warp = warp % kRowWarps;
-    const int key_warp = warp / kRowWarps;
-    const int warp_row0 = place.row0 + row_warp * kWarpRows;
-    const bool active = warp_row0 < args.plan.rows;
-
-    // The queries use the second stage while the first tile arrives in the first.
-    load_queries<kHeadDim, kThreads>(args, place, shared + kStageBytes);
-    device::copy_commit();
-    load_tile<kHeadDim, kThreads>(a, place, first, shared);
-    device::copy_commit();
-    device::copy_wait<1>();
-    device::sync_block();
-    uint32_t q[kHeadDim / 16][4];
-    DDTREE_UNROLL
-    for (int d = 0; d < kHeadDim / 16; ++d) {
-        device::load_matrices(
-            q[d], shared + kStageBytes + chunk_offset<kHeadDim>(row_warp * kWarpRows + lane % 16, d * 2 + lane / 16));
-    }
-    device::sync_block();
-
     const int group = a.q_heads / a.kv_heads;
-    const int token[2] = {smaller((warp_row0 + lane / 4) / group, a.tokens - 1),
-                          smaller((warp_row0 + lane / 4 + 8) / group, a.tokens - 1)};
-    Running<kHeadDim> running;
-    DDTREE_UNROLL
-    for (int d = 0; d < kHeadDim / 8; ++d) {
-        DDTREE_UNROLL
-        for (int e = 0; e < 4; ++e) {
-            running.out[d][e] = 0.0f;
-        }
+    const int row_tile = block % plan.row_tiles;
+    const int pair = block / plan.row_tiles / args.sharing;
+    const Place place = make_place(a, pair);
+    int key = block / plan.row_tiles % args.sharing * kUnitKeys;
+
+    const int last_row = smaller((row_tile + 1) * kWarpRows * kWarps, plan.rows) - 1;
+    const bool all = a.mask_mode == MaskMode::none;
+    if (key >= (all ? place.past + a.tokens : head_end(place.past + last_row / group))) {
+        return;
     }
+    unsigned char* const tiles = shared + kControlBytes;
+    const auto load_tile = [&](int at, int stage) {
+        unsigned char* const keys = tiles + stage * kStage;
+        load<kHeadDim, kThreads>(
+            a, place, threadIdx.x, at, kTileKeys, place.past + a.tokens, [](int fresh) { return fresh; }, keys,
+            keys + kStage / 2);
+    };
+    load_tile(key, 0);
+    device::copy_commit();
+
+    int row[2], limit[2];
+    int64_t query[2];
     DDTREE_UNROLL
     for (int r = 0; r < 2; ++r) {
-        running.largest[r] = -__builtin_huge_valf();
-        running.sum[r] = 0.0f;
+        row[r] = row_tile * kWarpRows * kWarps + warp * kWarpRows + lane / 4 + 8 * r;
+        const bool valid = row[r] < plan.rows;
+        const int token = row[r] / group;
+        limit[r] = valid ? head_limit(args, place, token) : 0;
+        query[r] =
+            valid ? (static_cast<int64_t>(place.n) * a.tokens + token) * a.q_heads + place.head * group + row[r] % group
+                  : -1;
+    }
+    uint32_t q[kHeadDim / 16][4];
+    read_queries<kHeadDim>(a, query, q);
+    int* const ends = reinterpret_cast<Control*>(shared)->of_warp;
+    const int warp_end = static_cast<int>(device::warp_max(static_cast<uint32_t>(larger(limit[0], limit[1]))));
+    if (lane == 0) {
+        ends[warp] = warp_end;
+    }
+    device::sync_block();
+    int end = ends[0];
+    DDTREE_UNROLL
+    for (int w = 1; w < kWarps; ++w) {
+        end = larger(end, ends[w]);
     }
 
-    for (int tile = first; tile < last; ++tile) {
-        unsigned char* stage = shared + ((tile - first) % 2) * kStageBytes;
-        if (tile + 1 < last) {
-            load_tile<kHeadDim, kThreads>(a, place, tile + 1, shared + ((tile + 1 - first) % 2) * kStageBytes);
+    Running<kHeadDim> running;
+    running.clear();
+    const Folded<kHeadDim, kThreads> folded(tiles);
+    if (plan.folds) {
+        folded.set(running);
+    }
+    const auto row_of = [](int i) { return i; };
+    for (int stage = 0; key < end; stage ^= 1) {
+        const bool unit_ends = (key + kTileKeys) % kUnitKeys == 0 || key + kTileKeys >= end;
+        const int next = key + kTileKeys + (unit_ends ? (args.sharing - 1) * kUnitKeys : 0);
+        if (next < end) {
+            load_tile(next, stage ^ 1);
         }
         device::copy_commit();  // empty after the last tile, so that the count below stays right
         device::copy_wait<1>();
         device::sync_block();
-        if (active) {
-            attend_tile<kType, kHeadDim, kKeys>(a, place, q, token, tile * kTileKeys + key_warp * kKeys,
-                                                key_warp * kKeys, args.scale_log2, stage, running);
+        if (key < warp_end) {
+            const unsigned char* const keys = tiles + stage * kStage;
+            attend_tile<kType, kHeadDim, kTileKeys>(q, limit, key, keys, keys + kStage / 2, row_of, args.scale_log2,
+                                                    running);
+        }
+        if (unit_ends) {
+            const int unit = key / kUnitKeys;
+            // Of a row that sees none of the keys, another block may write this part.
+            const int from = plan.folds ? 0 : unit * kUnitKeys;
+            const int seeing[2] = {from < limit[0] ? row[0] : -1, from < limit[1] ? row[1] : -1};
+            end_unit(args, pair, unit, next >= end, seeing, folded, running);
         }
         device::sync_block();
+        key = next;
     }
+    device::copy_wait<0>();
+}
 
-    float* out = reinterpret_cast<float*>(shared);
-    float* largest = reinterpret_cast<float*>(shared + 2 * kStageBytes);
-    float* sum = largest + kWarpRows * kRowWarps * kKeyWarps;
-    if (active) {
-        DDTREE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-            const int row = warp * kWarpRows + lane / 4 + 8 * r;
-            DDTREE_UNROLL
-            for (int d = 0; d < kHeadDim / 8; ++d) {
-                *reinterpret_cast<Float2*>(out + float_offset<kHeadDim>(row, d * 8) +
-                                           2 * (lane % 4)) = {{running.out[d][2 * r], running.out[d][2 * r + 1]}};
-            }
-            float total = running.sum[r];
-            total += device::shuffle_xor(total, 1);
-            total += device::shuffle_xor(total, 2);
-            if (lane % 4 == 0) {
-                largest[row] = running.largest[r];
-                sum[row] = total;
-            }
+// The tails of a block's tokens, a warp each, and the tokens' new rows into the cache.
+template <ElementType kType, int kHeadDim, int kWarps>
+__device__ void attend_tails(const AttentionArgs& args, int block, unsigned char* shared) {
+    constexpr int kThreads = kWarp * kWarps;
+    constexpr int kChunks = kHeadDim / 8;
+    constexpr int kSide = side_rows(kWarps);
+    const TreeAttention& a = args.call;
+    const AttentionPlan& plan = args.plan;
+    const int lane = threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp;
+    const int group = a.q_heads / a.kv_heads;
+    const int blocks = ceil_div(plan.tails, kWarps);
+    const int pair = block / blocks;
+    const Place place = make_place(a, pair);
+    const int tail0 = block % blocks * kWarps;
+    const int here = smaller(kWarps, plan.tails - tail0);
+
+    for (int i = threadIdx.x; i < here * kChunks; i += kThreads) {
+        const int tail = tail0 + i / kChunks, token = tail / plan.head_tiles;
+        if (tail % plan.head_tiles == 0) {
+            const int64_t row = (static_cast<int64_t>(place.n) * a.tokens + token) * a.kv_heads + place.head;
+            const int64_t from = row * kChunks + i % kChunks;
+            const int64_t to = (place.cache_row0 + place.past + token) * kChunks + i % kChunks;
+            static_cast<Bytes16*>(a.present_k)[to] = static_cast<const Bytes16*>(a.k)[from];
+            static_cast<Bytes16*>(a.present_v)[to] = static_cast<const Bytes16*>(a.v)[from];
         }
     }
+    if (a.mask_mode == MaskMode::none) {
+        return;
+    }
+
+    // A warp without a token repeats the last one's work and stores none of it.
+    const auto token_of = [&](int w) { return (tail0 + smaller(w, here - 1)) / plan.head_tiles; };
+    Control& control = *reinterpret_cast<Control*>(shared);
+    const int token = token_of(warp);
+    const int seen = tokens_seen(a, place.n, token);
+    if (lane == 0) {
+        control.of_warp[warp] = seen;
+    }
+    if (lane < smaller(seen, kOwnRows)) {
+        control.path[warp][lane] = token_seen(a, place.n, token, lane);
+    }
     device::sync_block();
-    // warp * 16 + row is (key_warp * row_warps + row_warp) * 16 + row: the order write_rows reads.
-    write_rows<kType, kHeadDim, kRowWarps, kKeyWarps>(args, place, split, out, largest, sum);
+    bool plain = true;  // all rows that the block's tokens see lie at their positions
+    for (int w = 0; w < kWarps; ++w) {
+        plain = plain && control.of_warp[w] == token_of(w) + 1;
+    }
+
+    const int position = place.past + seen - 1;
+    const int end = head_end(position);
+    const int side0 = head_end(place.past + (plain ? token_of(0) : -1));
+    const int side_end = place.past + (plain ? token_of(kWarps - 1) + 1 : 0);
+    const bool gathers = !plain && seen <= kOwnRows;
+    unsigned char* const keys = shared + kControlBytes;
+    unsigned char* const values = keys + (kSide + kWarps * kOwnRows) * kHeadDim * 2;
+    load<kHeadDim, kThreads>(
+        a, place, threadIdx.x, side0, side_end - side0, side_end, [](int fresh) { return fresh; }, keys, values);
+    const int own0 = kSide + warp * kOwnRows;
+    const int* const path = control.path[warp];
+    load<kHeadDim, kWarp>(
+        a, place, lane, place.past, kOwnRows, gathers ? place.past + seen : 0, [&](int fresh) { return path[fresh]; },
+        keys, values, own0);
+    device::copy_commit();
+
+    int row[2];
+    int64_t query[2];
+    DDTREE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+        const int of_group = (tail0 + warp) % plan.head_tiles * kWarpRows + lane / 4 + 8 * r;
+        const bool valid = warp < here && of_group < group;
+        row[r] = valid ? token * group + of_group : -1;
+        query[r] =
+            valid ? (static_cast<int64_t>(place.n) * a.tokens + token) * a.q_heads + place.head * group + of_group : -1;
+    }
+    uint32_t q[kHeadDim / 16][4];
+    read_queries<kHeadDim>(a, query, q);
+    device::copy_wait<0>();
+    device::sync_block();
+
+    const int limit[2] = {position + 1, position + 1};
+    Running<kHeadDim> running;
+    running.clear();
+    if (plain || gathers) {
+        // The rows side by side, then the warp's own, of which those that it does not see are zeros.
+        const auto row_of = [&](int i) {
+            return end + i < side_end ? end + i - side0 : own0 + smaller(end + i - side_end, kOwnRows - 1);
+        };
+        attend_tile<kType, kHeadDim, kTileKeys>(q, limit, end, keys, values, row_of, args.scale_log2, running);
+        if (end + kTileKeys <= position) {
+            attend_tile<kType, kHeadDim, kMargin>(
+                q, limit, end + kTileKeys, keys, values, [&](int i) { return row_of(kTileKeys + i); }, args.scale_log2,
+                running);
+        }
+        running.close();
+        write_part(args, pair, plan.parts - 1, row, running);
+    }
+    if (plain) {
+        return;
+    }
+    for (int w = 0; w < here; ++w) {  // tokens that see more new rows than a warp gathers
+        const int its_token = token_of(w), its_seen = control.of_warp[w];
+        if (its_seen <= kOwnRows) {
+            continue;
+        }
+        const int its_end = head_end(place.past + its_seen - 1);
+        const Folded<kHeadDim, kThreads> folded(keys);
+        device::sync_block();  // what is there has been read
+        running.clear();
+        if (plan.folds && warp == w) {
+            folded.set(running);
+        }
+        unsigned char* const tile_values = keys + stage_bytes<kHeadDim>() / 2;
+        int key = is_deep(its_token, its_seen) ? gathered_from(plan, place.past) : its_end;
+        for (; key < place.past + its_seen; key += kTileKeys) {
+            device::sync_block();
+            load<kHeadDim, kThreads>(
+                a, place, threadIdx.x, key, kTileKeys, place.past + its_seen,
+                [&](int fresh) { return token_seen(a, place.n, its_token, fresh); }, keys, tile_values);
+            device::copy_commit();
+            device::copy_wait<0>();
+            device::sync_block();
+            if (warp == w) {
+                attend_tile<kType, kHeadDim, kTileKeys>(
+                    q, limit, key, keys, tile_values, [](int i) { return i; }, args.scale_log2, running);
+                const int next = key + kTileKeys;
+                if (key < its_end && (next % kUnitKeys == 0 || next == its_end)) {
+                    end_unit(args, pair, key / kUnitKeys, next == its_end, row, folded, running);
+                }
+            }
+        }
+        if (warp == w) {
+            running.close();
+            write_part(args, pair, plan.parts - 1, row, running);
+        }
+    }
+}
+
+template <ElementType kType, int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(kWarp* kWarps, kWarps == 1 ? 3 : 2) attend(const AttentionArgs args) {
+    device::wait_and_trigger();
+    DDTREE_DYNAMIC_SHARED(shared);
+    const int block = static_cast<int>(blockIdx.x);
+    if (block < args.head_blocks) {
+        attend_heads<kType, kHeadDim, kWarps>(args, block, shared);
+    } else {
+        attend_tails<kType, kHeadDim, kWarps>(args, block - args.head_blocks, shared);
+    }
 }
 
 }  // namespace

@@ -34,6 +34,7 @@ __device__ float inverse_norm(const float (&x)[kKeys]) { return 1.0f / sqrtf(dot
 
 // A block has 32 columns of a value head's state and of its nodes' values, one column a lane.
 __global__ void __launch_bounds__(kDeltaThreads) tree(const DeltaTree a) {
+    device::wait_and_trigger();
     DDTREE_DYNAMIC_SHARED(shared);
     auto* state = reinterpret_cast<float*>(shared);                        // [Dk, 32]
     auto* changes = state + a.key_dim * kWarp;                             // [T, 32]: u
@@ -152,6 +153,7 @@ __device__ float input(const DeltaCommit& a, int64_t at) {
 // Blocks of a layer are for kCommitRows rows of a head's state, a thread for a column of them; the last ones are for
 // the convolution's inputs, a thread for a channel, whose rows move in rising order: no scratch, no race.
 __global__ void __launch_bounds__(kDeltaThreads) commit(const DeltaCommit a) {
+    device::wait_and_trigger();
     const int64_t layer = blockIdx.y, rows = layer * a.rows;
     const int thread = static_cast<int>(threadIdx.x), parts = ceil_div(a.key_dim, kCommitRows);
     const auto row = [&](int m) { return rows + clamped(a.path == nullptr ? a.first + m : a.path[m], 0, a.rows - 1); };

@@ -204,6 +204,7 @@ __host__ __device__ int power_of_two(int least) {
 }
 
 __global__ void __launch_bounds__(kTopThreads) top(const DraftTop a) {
+    device::wait_and_trigger();
     DDTREE_DYNAMIC_SHARED(shared);
     Row& row = *reinterpret_cast<Row*>(shared);
     auto* winners = reinterpret_cast<uint64_t*>(shared + sizeof(Row));

@@ -14,6 +14,7 @@ constexpr int kBatch = 8;
 
 // One thread owns one 16-byte column of one (plane, head) and moves its rows in rising order: no scratch, no race.
 __global__ void __launch_bounds__(kCompactThreads) compact(const KvCompact a) {
+    device::wait_and_trigger();
     const int columns = a.row_bytes / 16;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * kCompactThreads + threadIdx.x;
     if (column >= static_cast<int64_t>(a.kv_heads) * columns) {

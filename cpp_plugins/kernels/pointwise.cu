@@ -34,6 +34,7 @@ __device__ Bytes16 packed(const float (&x)[kPacked]) {
 // One block per row. Each thread handles the same 16-byte pieces twice, so that it reads only what it wrote itself.
 template <ElementType kType>
 __global__ void __launch_bounds__(kRowThreads) add_norm(const AddNorm a) {
+    device::wait_and_trigger();
     DDTREE_DYNAMIC_SHARED(shared);
     auto* sums = reinterpret_cast<float*>(shared);  // [kRowWarps]
     const int pieces = a.width / kPacked;
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(kRowThreads) add_norm(const AddNorm a) {
 // One warp per head of a row. A lane holds two neighbours of the first half and the two they are rotated with.
 template <ElementType kType, int kHeadDim>
 __global__ void __launch_bounds__(kWarp* kHeadWarps) split(const SplitQkv a) {
+    device::wait_and_trigger();
     constexpr int kHalf = kHeadDim / 2;
     constexpr int kPairs = (kHalf / 2 + kWarp - 1) / kWarp;  // of neighbours, in each half, of one lane
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -157,6 +159,7 @@ __global__ void __launch_bounds__(kWarp* kHeadWarps) split(const SplitQkv a) {
 
 template <ElementType kType>
 __global__ void __launch_bounds__(kRowThreads) gate(const SwiGlu a) {
+    device::wait_and_trigger();
     const int pieces = a.inner / kPacked;
     const int piece = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
     if (piece >= pieces) {

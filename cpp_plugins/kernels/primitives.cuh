@@ -18,15 +18,31 @@
 namespace ddtree {
 
 // Launches and reports this launch's own error, not one left behind by others. A block may ask for more dynamic shared
-// memory than the 48 KB every device grants.
+// memory than the 48 KB every device grants. From Hopper on a kernel may begin while the one before it ends: every
+// kernel calls device::wait_and_trigger first.
 template <typename Args>
 Status launch(void (*kernel)(Args), dim3 grid, dim3 block, size_t shared_bytes, Stream stream, const Args& args) {
     if (shared_bytes > 48 * 1024 && cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                          static_cast<int>(shared_bytes)) != cudaSuccess) {
         return Status::launch_failed;
     }
+    int device = 0, major = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+        return Status::launch_failed;
+    }
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = major >= 9 ? 1 : 0;
     void* arguments[] = {const_cast<Args*>(&args)};
-    const cudaError_t error = cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
+    const cudaError_t error = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
     return error == cudaSuccess ? Status::ok : Status::launch_failed;
 }
 
@@ -38,6 +54,16 @@ inline int32_t multiprocessors() {
     const bool known = cudaGetDevice(&device) == cudaSuccess &&
                        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
     return known ? count : 0;
+}
+
+// Waits until what the kernels before wrote can be read, and then lets the next one begin, which waits likewise. In
+// this order and first in every kernel no more than two neighbours overlap, and when a kernel is done all before it
+// are.
+__device__ inline void wait_and_trigger() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 __device__ inline void sync_block() { __syncthreads(); }
@@ -53,6 +79,7 @@ __device__ T shuffle(T value, int lane) {
 }
 __device__ inline uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 __device__ inline uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ inline int count_bits(uint32_t bits) { return __popc(bits); }
 __device__ inline int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 
 // On shared memory; the value before.
@@ -64,6 +91,10 @@ __device__ inline float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// Never part of a fused operation that the compiler makes, and one.
+__device__ inline float product(float x, float y) { return __fmul_rn(x, y); }
+__device__ inline float fused(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 
 __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

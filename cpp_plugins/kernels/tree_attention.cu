@@ -13,36 +13,33 @@ AttentionExtents extents(const TreeAttention& call) {
     return {call.sequences, call.tokens, call.q_heads, call.kv_heads, call.head_dim, call.capacity, call.splits};
 }
 
-template <ElementType kType, int kHeadDim, int kRowWarps, int kKeyWarps>
-Status launch_rows(const AttentionArgs& args, Stream stream) {
-    const unsigned heads = static_cast<unsigned>(args.call.sequences * args.call.kv_heads);
-    const dim3 grid(static_cast<unsigned>(args.plan.row_tiles), static_cast<unsigned>(args.plan.splits), heads);
-    const Status status =
-        launch(attend<kType, kHeadDim, kRowWarps, kKeyWarps>, grid, dim3(kWarp * kRowWarps * kKeyWarps),
-               shared_bytes<kHeadDim>(kRowWarps * kKeyWarps), stream, args);
-    if (status != Status::ok || args.plan.splits == 1) {
+template <ElementType kType, int kHeadDim, int kWarps>
+Status launch_warps(const AttentionArgs& args, Stream stream) {
+    const AttentionPlan& plan = args.plan;
+    const int64_t pairs = static_cast<int64_t>(args.call.sequences) * args.call.kv_heads;
+    const int64_t blocks = args.head_blocks + pairs * ceil_div(plan.tails, kWarps);
+    if (blocks > INT32_MAX) {
+        return Status::bad_shape;
+    }
+    const Status status = launch(attend<kType, kHeadDim, kWarps>, dim3(static_cast<unsigned>(blocks)),
+                                 dim3(kWarp * kWarps), shared_bytes<kHeadDim>(kWarps, plan.folds), stream, args);
+    if (status != Status::ok) {
         return status;
     }
-    return launch(combine<kType, kHeadDim>, dim3(static_cast<unsigned>(ceil_div(args.plan.rows, kCombineWarps)), heads),
-                  dim3(kWarp * kCombineWarps), 0, stream, args);
+    const dim3 rows(static_cast<unsigned>(ceil_div(plan.rows, kCombineWarps)), static_cast<unsigned>(pairs));
+    return launch(combine<kType, kHeadDim>, rows, dim3(kWarp * kCombineWarps), 0, stream, args);
 }
 
 template <ElementType kType, int kHeadDim>
 Status launch_typed(const AttentionArgs& args, Stream stream) {
-    switch (args.plan.row_warps) {
-        case 1:
-            return launch_rows<kType, kHeadDim, 1, 4>(args, stream);
-        case 4:
-            return launch_rows<kType, kHeadDim, 4, 1>(args, stream);
-        default:
-            return launch_rows<kType, kHeadDim, 8, 1>(args, stream);
-    }
+    return args.plan.warps == 1 ? launch_warps<kType, kHeadDim, 1>(args, stream)
+                                : launch_warps<kType, kHeadDim, 4>(args, stream);
 }
 
 Status check(const TreeAttention& call) {
     if (call.sequences < 0 || call.tokens < 0 || call.kv_heads < 1 || call.q_heads < call.kv_heads ||
         call.q_heads % call.kv_heads != 0 || call.slots < 1 || call.capacity < call.tokens || call.capacity < 1 ||
-        call.splits < 0 || call.splits > 65535 || static_cast<int64_t>(call.sequences) * call.kv_heads > 65535 ||
+        call.splits < -1 || call.splits > 65535 || static_cast<int64_t>(call.sequences) * call.kv_heads > 65535 ||
         static_cast<int64_t>(call.tokens) * (call.q_heads / call.kv_heads) > (int64_t{1} << 30) ||
         call.capacity > (1 << 30) || !(call.scale > 0.0f) || !(call.scale < __builtin_huge_valf())) {
         return Status::bad_shape;
@@ -93,14 +90,25 @@ Status tree_attention(const TreeAttention& call, Stream stream) {
         return Status::workspace_too_small;
     }
 
-    AttentionExtents here = extents(call);
-    here.multiprocessors = smaller(device::multiprocessors(), kMostMultiprocessors);
-    if (here.multiprocessors < 1) {
-        return Status::launch_failed;
+    AttentionArgs args{call, plan_attention(extents(call)), 1, 0, call.scale * kLog2E, nullptr, nullptr};
+    const AttentionPlan& plan = args.plan;
+    const int64_t blocks = static_cast<int64_t>(call.sequences) * call.kv_heads * plan.row_tiles;
+    if (!plan.folds) {
+        // One wave: a multiprocessor has shared memory for so many. past_len is on the device, so one division must
+        // serve every length: a short past leaves blocks without work.
+        const int32_t multiprocessors = device::multiprocessors();
+        if (multiprocessors < 1) {
+            return Status::launch_failed;
+        }
+        const int64_t room = larger<int64_t>(1, multiprocessors * (plan.warps == 1 ? 3 : 2) / blocks);
+        args.sharing = smaller(plan.units, call.splits > 0 ? call.splits : static_cast<int32_t>(room));
     }
-    AttentionArgs args{call, plan_attention(here), call.scale * kLog2E, nullptr, nullptr};
+    if (blocks * args.sharing > INT32_MAX) {
+        return Status::bad_shape;
+    }
+    args.head_blocks = static_cast<int32_t>(blocks * args.sharing);
     args.partial_out = static_cast<float*>(call.workspace);
-    args.partial_sum = args.partial_out + partial_rows(extents(call), args.plan) * call.head_dim;
+    args.partial_sum = args.partial_out + partial_rows(extents(call), plan) * call.head_dim;
     if (call.type == ElementType::bf16) {
         return call.head_dim == 64 ? launch_typed<ElementType::bf16, 64>(args, stream)
                                    : launch_typed<ElementType::bf16, 128>(args, stream);

@@ -160,6 +160,7 @@ __device__ void grow(Nodes& nodes, const Rows& rows, int wanted, int lane) {
 }
 
 __global__ void __launch_bounds__(kBuildThreads, 1) build(const TreeBuild a) {
+    device::wait_and_trigger();
     DDTREE_DYNAMIC_SHARED(shared);
     Nodes& nodes = *reinterpret_cast<Nodes*>(shared);
     const int n = blockIdx.x;

@@ -12,6 +12,7 @@ constexpr int kMaskThreads = 128;
 // One thread makes one word: it climbs from its row's node and keeps the ancestors that fall into the word. Rows do not
 // wait for their parents' rows, so no order among threads is needed.
 __global__ void __launch_bounds__(kMaskThreads) pack_mask(const PackedMask a) {
+    device::wait_and_trigger();
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
     if (index >= static_cast<int64_t>(a.tokens) * a.mask_words) {
         return;
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask(const PackedMask a) {
 
 // Children follow their parents, so one forward scan, 32 nodes at a time, visits every child of the current node.
 __global__ void __launch_bounds__(kWarp) walk(const TreeWalk a) {
+    device::wait_and_trigger();
     const int n = blockIdx.x;
     const int lane = threadIdx.x;
     const int64_t row = static_cast<int64_t>(n) * a.tokens;

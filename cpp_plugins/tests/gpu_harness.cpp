@@ -140,7 +140,7 @@ void run_kernels() {
                     for (const int32_t mode : {0, 1, 2}) {
                         AttentionShape x;
                         x.t = t, x.d = d, x.type = type, x.mode = static_cast<ddtree::MaskMode>(mode);
-                        x.splits = mode == 1 ? 1 : 0;
+                        x.splits = mode == 1 ? -1 : 0;
                         const size_t words = size_t(x.n) * t * ((t + 31) / 32);
                         AttentionBuffers b(x, good ? std::vector<int32_t>{2, 0} : garbage(2, 2),
                                            good ? std::vector<int32_t>{70, 0} : garbage(2, x.s),

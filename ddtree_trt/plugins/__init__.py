@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-ABI = 4  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
+ABI = 5  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
 VERSION = "1"
 NAMESPACE = "ddtree"
 

@@ -110,7 +110,3 @@ def test_stale_libraries_are_said_to_be(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / library.TORCH).write_bytes(b"")
     details = {c.name: c.detail for c in diagnose(replace(WHOLE, libraries=frozenset())).checks}
     assert "plugin ABI None, this version needs" in details[library.TORCH]
-
-
-def test_flash_attention_is_not_installed() -> None:
-    assert (check("flash-attn").found, check("flash-attn").detail) == (False, "not installed, and not needed")

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from enum import Enum
 from pathlib import Path
 
@@ -106,18 +107,58 @@ def test_every_kernel_is_in_the_list_all_builds_read() -> None:
     assert all("kernels/sources.txt" in (SOURCES / reader).read_text() for reader in readers)
 
 
+def test_every_kernel_waits_and_then_lets_the_next_begin() -> None:
+    """First of all: a kernel that returns before it waits is done before those that it depends on."""
+    for source in (SOURCES / "kernels").glob("*.cu*"):
+        text = source.read_text()
+        assert "<<<" not in text and ("cudaLaunch" not in text or source.name == "primitives.cuh")
+        bodies = re.findall(r"\n__global__ [^{;]*\{\s*([^\n]*)", text)
+        assert len(bodies) == text.count("__global__ ")
+        assert all(first == "device::wait_and_trigger();" for first in bodies), source
+
+
+# Blocks of attention that the launcher expects on a multiprocessor at a time, by their threads.
+_ATTENTION_BLOCKS = {32: 3, 128: 2}
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_no_kernel_keeps_registers_in_memory(arch: str, tmp_path: Path) -> None:
-    """What the emulation cannot see of the machine code: spills, and arrays that are no registers."""
+def test_the_machine_code_of_every_kernel(arch: str, tmp_path: Path) -> None:
+    """What the emulation cannot see: spills, arrays that are no registers, blocks that do not fit beside each other,
+    loads of few bytes, and from Hopper on the wait of every kernel, before it reads, and the trigger behind it."""
     nvcc = shutil.which("nvcc")
     if nvcc is None or os.environ.get("DDTREE_TEST_TORCH") != "1":
         pytest.skip("skipped: it runs nvcc over every kernel, where there is one; `make plugins-test` asks for it")
     command = [nvcc, "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas", "-v", f"-I{SOURCES}/include", "-cubin"]
     for source in sorted((SOURCES / "kernels").glob("*.cu")):
-        run = subprocess.run([*command, str(source), "-o", str(tmp_path / "cubin")], capture_output=True, text=True)
+        cubin = tmp_path / f"{source.stem}.cubin"
+        run = subprocess.run([*command, str(source), "-o", str(cubin)], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr)
         assert frames and set(frames) == {("0", "0", "0")}, run.stderr
+        used = re.findall(r"attendI\w*?Li(64|128)ELi(1|4)E[^\n]*\n[^U]*Used (\d+) registers", run.stderr)
+        assert len(used) == (8 if source.stem == "tree_attention" else 0)
+        for head_dim, warps, registers in used:
+            threads = 32 * int(warps)
+            assert int(registers) * threads * _ATTENTION_BLOCKS[threads] <= 65536, (head_dim, warps, registers)
+        for name, code in machine_code(cubin).items():
+            if arch == "sm_90":
+                first = [code.find(word) for word in ("ACQBULK", "PREEXIT", "LDG")]
+                assert 0 <= first[0] < first[1] and (first[2] < 0 or first[0] < first[2]), name
+            if "attend" in name or ("combine" in name and "Li128" in name):
+                assert ("LDGSTS.E.BYPASS.128" if "attend" in name else "LDG.E.128") in code, name
+
+
+def machine_code(cubin: Path) -> dict[str, str]:
+    """SASS of each kernel; nothing where there is no cuobjdump (the toolkit's, or nvidia-cuda-cuobjdump and
+    nvidia-cuda-nvdisasm of PyPI)."""
+    wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
+    path = os.pathsep.join((str(wheel), os.environ["PATH"]))
+    if (tool := shutil.which("cuobjdump", path=path)) is None:
+        return {}
+    run = subprocess.run([tool, "-sass", str(cubin)], capture_output=True, text=True, env={**os.environ, "PATH": path})
+    assert run.returncode == 0, run.stderr
+    _, *parts = re.split(r"Function : (\S+)", run.stdout)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 # Libraries as they are loaded: on emulated kernels, and the built ones
@@ -205,5 +246,6 @@ def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(result.read_text())
-    assert set(report) == {"trees", "candidates", "compaction", "attention", "delta", "microseconds"}
+    timed = {"attention_microseconds", "microseconds"}
+    assert set(report) == {"trees", "candidates", "compaction", "attention", "bits", "delta"} | timed
     assert all(part["ok"] for part in report.values())

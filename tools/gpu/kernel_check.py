@@ -1,5 +1,6 @@
-"""Check the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, a draft's
-candidates and delta nets against PyTorch, compaction; and time those whose work depends on a draft.
+"""Check the torch operators on a GPU: attention against fp32 SDPA, and the bits of its rows in passes of all kinds;
+tree build and walk against the host; a draft's candidates and delta nets against PyTorch; compaction. Time attention,
+trees and candidates.
 
     python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 
@@ -45,24 +46,31 @@ class Attention:
         dtype: torch.dtype,
         mode: int,
         seed: int = 0,
+        splits: int = 0,
+        path: list[int] | None = None,
     ) -> None:
+        """`path`: columns of every tree that hang below each other; others hang anywhere."""
         rng = np.random.default_rng(seed)
         make = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=make, device=device).to(dtype)
 
-        self.mode, self.scale, self.capacity, slots = mode, dim**-0.5, capacity, n + 1
+        self.mode, self.scale, self.splits, slots = mode, dim**-0.5, splits, n + 1
         self.q, self.k, self.v = (normal(n, tokens, heads, dim) for heads in (hq, hkv, hkv))
         self.full_k, self.full_v = normal(slots, hkv, capacity, dim), normal(slots, hkv, capacity, dim)
         self.slots = torch.tensor(rng.permutation(slots)[:n].astype(np.int32), device=device)
-        parents = torch.tensor(np.stack([random_parents(rng, tokens) for _ in range(n)]), device=device)
+        trees = np.stack([random_parents(rng, tokens) for _ in range(n)])
+        if path is not None:
+            trees[:, path] = [-1, *path[:-1]]
+        parents = torch.tensor(trees, device=device)
         self.mask = torch.zeros(n, tokens, -(-tokens // 32), dtype=torch.int32, device=device)
         torch.ops.ddtree.packed_mask(parents, self.mask)
         self.past = torch.zeros(n, dtype=torch.int32, device=device)
         self.cache_k, self.cache_v = torch.empty_like(self.full_k), torch.empty_like(self.full_v)
         self.out = torch.empty_like(self.q)
-        size = torch.ops.ddtree.attention_workspace_bytes(self.q, self.cache_k, self.mask.size(2), mode, self.scale, 0)
+        extents = self.q, self.cache_k, self.mask.size(2), mode, self.scale, splits
+        size = torch.ops.ddtree.attention_workspace_bytes(*extents)
         self.workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
     def reset(self, past: tuple[int, ...]) -> None:
@@ -77,7 +85,7 @@ class Attention:
     def launch(self) -> None:
         torch.ops.ddtree.tree_attention(
             self.q, self.k, self.v, self.cache_k, self.cache_v, self.slots, self.past, self.mask, self.mode,
-            self.scale, self.out, self.workspace, 0,
+            self.scale, self.out, self.workspace, self.splits,
         )  # fmt: skip
 
     def visible(self, n: int) -> Tensor:
@@ -150,6 +158,61 @@ def check_attention(device: str) -> dict[str, Any]:
         "ok": worst <= 2e-2 and relative <= 1e-2,
         "worst_cases": sorted(results, key=lambda r: -r["relative"])[:5],
     }
+
+
+class Text:
+    """Queries, keys and values of a text, and the attention of its last row in passes over pieces of it."""
+
+    def __init__(self, device: str, length: int, dim: int, dtype: torch.dtype, hq: int, hkv: int) -> None:
+        make = torch.Generator(device).manual_seed(dim)
+        shapes = [(length, heads, dim) for heads in (hq, hkv, hkv)]
+        self.q, self.k, self.v = (torch.randn(*shape, generator=make, device=device).to(dtype) for shape in shapes)
+
+    def row(self, past: int, path: list[int], tokens: int, mode: int, n: int, splits: int, seed: int) -> Tensor:
+        """[Hq, D] of the last column of `path`, which follow `past` rows in the last of n sequences."""
+        (length, hq, dim), hkv, dtype = self.q.shape, self.k.size(1), self.q.dtype
+        case = Attention(self.q.device.type, n, tokens, hq, hkv, dim, length + 300, dtype, mode, seed, splits, path)
+        for given, full, values in ((case.k, case.full_k, self.k), (case.v, case.full_v, self.v)):
+            given[-1, path] = values[past : past + len(path)]
+            full[case.slots[-1], :, :past] = values[:past].transpose(0, 1)
+        case.q[-1, path] = self.q[past : past + len(path)]
+        case.reset((*[37] * (n - 1), past))
+        case.launch()
+        return case.out[-1, path[-1]]
+
+
+def check_bits(device: str) -> dict[str, Any]:
+    """Compare rows of a text alone, in chunks, chains and trees with gaps, beside others and however blocks share keys:
+    equal to the bit."""
+    rows, rng = 0, np.random.default_rng(5)
+    length, each = (4600, 60) if device == "cuda" else (340, 2)
+    for dim, dtype, hq, hkv in ((128, torch.bfloat16, 32, 8), (64, torch.float16, 9, 3), (128, torch.bfloat16, 20, 1)):
+        text = Text(device, length, dim, dtype, hq, hkv)
+        for seed in range(each):
+            position, wide = int(rng.integers(length)), int(rng.choice([17, 33, 65, 257] if device == "cuda" else [17]))
+            alone = text.row(position, [0], 1, TREE, 1, 0, seed)
+            for depth in {min(position, d) for d in (0, int(rng.integers(17)), int(rng.integers(17, 90)))}:
+                tokens = max(wide, depth + 3)
+                gaps = [0, *sorted(rng.choice(np.arange(2, tokens), depth, replace=False).tolist())]
+                chain = list(range(depth + 1))
+                for path, mode in ((chain, CAUSAL), (chain, TREE), (gaps, TREE)):
+                    n, splits = int(rng.integers(1, 5 if device == "cuda" else 2)), int(rng.choice([0, -1, 1, 3, 5]))
+                    found = text.row(position - depth, path, tokens, mode, n, splits, seed)
+                    assert torch.equal(found, alone), f"{position}: {path} of {tokens}, mode {mode}, N {n}, {splits}"
+                    rows += hq
+    return {"rows": rows, "ok": True}
+
+
+def time_attention(device: str) -> dict[str, Any]:
+    """Microseconds of one layer of Qwen3-8B's shape by rows and past, both kernels."""
+    report: dict[str, Any] = {"ok": True}
+    for tokens, past in (
+        [(t, p) for t in (1, 64, 128) for p in (512, 1024, 4096, 8192, 32_000)] if device == "cuda" else [(1, 70)]
+    ):
+        case = Attention(device, 1, tokens, 32, 8, 128, past + tokens, torch.bfloat16, TREE)
+        case.reset((past,))
+        report[f"{tokens} rows behind {past}"] = microseconds(device, case.launch)
+    return report
 
 
 def check_capture(case: Attention, lengths: list[tuple[int, int]]) -> None:
@@ -384,6 +447,8 @@ def main() -> int:
         ("compaction", lambda: check_compaction(args.device, 10 if small else 200)),
         ("attention", lambda: check_attention(args.device)),
         ("delta", lambda: check_delta(args.device)),
+        ("bits", lambda: check_bits(args.device)),
+        ("attention_microseconds", lambda: time_attention(args.device)),
         ("microseconds", lambda: time_drafts(args.device)),
     ):
         began = time.perf_counter()

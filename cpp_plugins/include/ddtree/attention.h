@@ -29,7 +29,7 @@ struct TreeAttention {
     const int32_t* past_len;   // [N] on the device, clamped to 0 ... S - T
     const int32_t* tree_mask;  // [N, T, W] on the device; unused unless mask_mode is tree
     void* out;                 // [N, T, Hq, D]; a token that sees nothing gets zeros
-    void* workspace;           // attention_workspace_bytes() of scratch; a smaller GPU writes less of it
+    void* workspace;           // attention_workspace_bytes() of scratch
     size_t workspace_bytes;
     int32_t sequences;  // N
     int32_t tokens;     // T
@@ -41,19 +41,23 @@ struct TreeAttention {
     int32_t mask_words;  // W >= ceil(T / 32) when mask_mode is tree
     ElementType type;
     MaskMode mask_mode;
-    float scale;     // of q . k, usually 1 / sqrt(D)
-    int32_t splits;  // parts the keys are cut into; 0 lets the launcher choose
+    float scale;  // of q . k, usually 1 / sqrt(D)
+    // Blocks that share a row's keys, or -1: one, which folds what it has summed of them; 0 lets the launcher choose.
+    // The result is the same to the bit.
+    int32_t splits;
 };
 
-// Depends on the extents, type and splits only, never on the GPU, so that a graph's workspace can be planned anywhere.
+// Depends on the extents and splits only, never on the GPU, so that a graph's workspace can be planned anywhere.
 size_t attention_workspace_bytes(const TreeAttention& call);
-// The most any call of 1 ... call.sequences sequences and 1 ... call.tokens tokens needs: the figure of one call falls
-// and rises with both. 0 for extents the launcher refuses.
+// The most any call of 1 ... call.sequences sequences and 1 ... call.tokens tokens needs. 0 for extents the launcher
+// refuses.
 size_t attention_workspace_bound(const TreeAttention& call);
 
-// Two kernels: one appends the T key and value rows to the cache and attends to a part of the keys per block, the other
-// combines the parts (left out when there is one part). Sequences must have slots of their own; two with the same slot
-// stay in bounds but race for its rows.
+// Two kernels: one appends the T key and value rows to the cache and sums parts of the keys, the other folds the parts.
+// Sequences must have slots of their own; two with the same slot stay in bounds but race for its rows.
+//
+// In modes tree and causal a row's output is a function of its position and of queries, keys and values there: the same
+// bits alone, in a chunk of a prompt, in a chain and in a tree with gaps, whatever N, T, S and the GPU are.
 Status tree_attention(const TreeAttention& call, Stream stream);
 
 }  // namespace ddtree

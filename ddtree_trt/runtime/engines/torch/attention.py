@@ -1,26 +1,21 @@
 """Attention of T new rows over a slotted cache and themselves.
 
-Our CUDA kernels compute it, through `torch.ops.ddtree`, and where flash-attn works, that the passes which have no tree.
+Our CUDA kernels compute it, through `torch.ops.ddtree`, in every pass, so that a row has the same bits in all of them.
 PyTorch's scaled_dot_product_attention under a mask runs everywhere and is the reference of the kernels; on a GPU it
-serves precisions and head sizes that have no kernel.
+serves precisions, head sizes and windows that have no kernel.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.errors import MissingDependency, UsageError, told
+from ddtree_trt.errors import MissingDependency
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
@@ -95,57 +90,10 @@ class DeviceCache(SlotLengths):
         self.slab[:, slot, :, rows.clamp(max=self.rows - 1)] = self.slab[:, slot, :, sources]
 
 
-OPTION = "DDTREE_FLASH_ATTN"  # auto: use it where it works; on: refuse to open an engine without it; off: never
-MODES = ("auto", "on", "off")
-
-Flash = Callable[..., Tensor]
 OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
     *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
     *("draft_top", "add_rms_norm", "split_qkv", "delta_tree", "delta_commit", "swiglu"),
 )
-_logger = logging.getLogger("ddtree_trt.torch")
-_TOLERANCE = 0.05  # of values of size 1 in half precision
-
-
-def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash | None:
-    """`flash_attn_with_kvcache` if it passes a test on this device, else None.
-
-    Raises UsageError for an unknown mode, and MissingDependency in mode `on` where it does not work.
-    """
-    mode = os.environ.get(OPTION, "auto").lower()
-    if mode not in MODES:
-        raise UsageError(f"{OPTION} must be one of {', '.join(MODES)}, not {mode!r}")
-    if mode == "off" or (mode == "auto" and importlib.util.find_spec("flash_attn") is None):
-        return None
-    try:
-        flash = importlib.import_module("flash_attn").flash_attn_with_kvcache
-        _try(flash, device, dtype, head_dim)
-    except Exception as error:  # a library for another torch may raise anything
-        reason = told(error)
-        if mode == "on":
-            raise MissingDependency(
-                f"{OPTION} is on, but flash-attn does not work here ({reason}); install the wheel for torch "
-                f"{torch.__version__}, or set {OPTION} to auto or off"
-            ) from error
-        _logger.warning("flash-attn is installed and does not work here (%s); our own kernels do its passes", reason)
-        return None
-    return flash
-
-
-def _try(flash: Any, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Test `flash` on two rows of ones behind two of zeros in slot 1 of 2. Raises where it fails."""
-    cache_k, cache_v = (torch.zeros(2, 8, 1, head_dim, dtype=dtype, device=device) for _ in range(2))
-    q, k, v = (torch.ones(1, 2, heads, head_dim, dtype=dtype, device=device) for heads in (2, 1, 1))
-    where = {"cache_seqlens": [2], "cache_batch_idx": [1]}
-    control = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in where.items()}
-    found = flash(q, cache_k, cache_v, k, v, **control, softmax_scale=1.0 / head_dim, causal=True)
-    # The score of a visible row of ones is 1, of a row of zeros 0; only the values of the former are not 0.
-    e = torch.e
-    expected = torch.tensor([e / (e + 2), 2 * e / (2 * e + 2)]).view(1, 2, 1, 1)
-    if found.shape != q.shape or not (found.float().cpu() - expected).abs().max() < _TOLERANCE:
-        raise RuntimeError("it computes something else")
-    if not (cache_k[1, 2:4] == 1).all() or (cache_k[0] != 0).any():
-        raise RuntimeError("it does not append to the cache")
 
 
 @dataclass(frozen=True)
@@ -166,11 +114,11 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
     """The fastest attention for this device, type and head size.
 
-    Raises MissingDependency where kernels exist for these and are not built, and the errors of `find_flash`.
+    Raises MissingDependency where kernels exist for these and are not built.
     """
     if has_kernels(device, dtype) and head_dim in HEAD_DIMS:
         load_operators()
-        return Attention(scratch, find_flash(device, dtype, head_dim))
+        return Attention(scratch)
     return Attention()
 
 
@@ -199,14 +147,13 @@ def load_operators() -> None:
 
 
 class Attention:
-    """Attention over a slotted cache: by our kernels, or `flash` for passes without a tree, and where there are none in
-    PyTorch under a mask: over the rows that a window reaches; without one, on a CPU over the rows in use; on a GPU,
-    where reading their number would need a wait, over the whole slot."""
+    """Attention over a slotted cache: by our kernels, and where there are none in PyTorch under a mask: over the rows
+    that a window reaches; without one, on a CPU over the rows in use; on a GPU, where reading their number would need a
+    wait, over the whole slot."""
 
-    def __init__(self, scratch: Scratch | None = None, flash: Flash | None = None) -> None:
+    def __init__(self, scratch: Scratch | None = None) -> None:
         """With `scratch` passes run on our kernels: `torch.ops.ddtree` must be loaded."""
         self.kernels = scratch is not None
-        self.flash = flash
         self._scratch = None if scratch is None else scratch.memory
 
     def __call__(
@@ -224,8 +171,8 @@ class Attention:
         """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
         [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
         away."""
-        past, tokens, tree = place.past, q.shape[1], mode is MaskMode.TREE
-        if self._scratch is None or window:  # the kernels have no window, and flash-attn's no bound on the rows behind
+        past, tokens = place.past, q.shape[1]
+        if self._scratch is None or window:
             slots = place.slots.long()
             rows = past.long()[:, None] + torch.arange(tokens, device=q.device)  # [N, T]
             cache_k[slots[:, None], :, rows] = k
@@ -248,11 +195,7 @@ class Attention:
                 enable_gqa=True,
             )
             return out.transpose(1, 2).contiguous()
-        if self.flash is not None and not tree:
-            caches = cache_k.transpose(1, 2), cache_v.transpose(1, 2)
-            kind = {"softmax_scale": scale, "causal": mode is MaskMode.CAUSAL}
-            return self.flash(q, *caches, k, v, cache_seqlens=past, cache_batch_idx=place.slots, **kind)
-        out, mask = torch.empty_like(q), place.mask if tree else None
+        out, mask = torch.empty_like(q), place.mask if mode is MaskMode.TREE else None
         torch.ops.ddtree.tree_attention(
             q, k, v, cache_k, cache_v, place.slots, past, mask, int(mode), scale, out, self._scratch, 0
         )

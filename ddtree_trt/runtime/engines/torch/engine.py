@@ -24,7 +24,7 @@ from ddtree_trt.device import memory
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.exactness import ATTENTION, why_inexact
+from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
@@ -66,7 +66,6 @@ class TorchEngine:
         self.inexact, products = why_inexact(manifest, kernels=kernels, ranks=shard.size), PYTORCH
         if self.inexact is None:
             products, self.inexact = fixed_order({n: w for n, w in weights.items() if n.startswith(TARGET)}, device)
-            self.inexact = self.inexact or ATTENTION
         taps = manifest.drafting.tap_layers
         self.target = TargetPass(manifest, weights, taps, attention, device, shard, products)
         drafter_dtype = weights[f"{DRAFTER}norm"].dtype  # a block drafter may have another precision than its target
