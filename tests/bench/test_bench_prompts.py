@@ -126,13 +126,6 @@ def test_samples_are_chosen_as_the_published_experiments_do(tmp_path: Path) -> N
         assert chosen == [str(i) for i in rows]
 
 
-def test_a_parquet_copy_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    path = tmp_path / "copy.parquet"
-    datasets.Dataset.from_dict({"question": ["One?", "Two?"]}).to_parquet(str(path))
-    assert load_turns("gsm8k", path) == [["One?" + REASONING], ["Two?" + REASONING]]
-
-
 def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text("{")
     write(tmp_path / "other.jsonl", [{"text": "?"}])

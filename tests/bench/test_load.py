@@ -19,7 +19,7 @@ from serving import ThreadServer, thread_server
 
 from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.__main__ import main as workbench_main
-from workbench.load import Level, LoadResult, LoadSettings, Run, Sent, _note, figures, poisson_arrivals, run_load, text
+from workbench.load import Level, LoadResult, LoadSettings, Run, Sent, figures, poisson_arrivals, run_load, text
 
 SHORT: dict[str, Any] = {"requests": 6, "max_tokens": 12, "limit": 4}
 
@@ -123,13 +123,6 @@ def test_pauses_beside_long_prompts_are_told_in_chunks(server: ThreadServer) -> 
         run_load(replace(settings, long=1_000_000), server.url)
 
 
-def test_the_longest_gap_is_between_texts() -> None:
-    marks: dict[str, Any] = {}
-    for at, delta in ((1.0, "a"), (1.5, "b"), (1.6, ""), (3.5, "c"), (4.0, "d")):
-        _note({"choices": [{"delta": {"content": delta}}]}, at, marks)
-    assert marks == {"first_s": 1.0, "last_s": 4.0, "gap_s": 2.0}
-
-
 def test_refused_requests_are_counted() -> None:
     with scripted_server(answering(*ANSWER, refuse_every=2)) as (url, _):
         (run,) = run_load(replace(ONE, concurrency=(3,), requests=6), url).runs
@@ -156,12 +149,6 @@ def test_the_command_starts_a_server_of_its_own(
 def test_a_load_of_nothing_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="give numbers of concurrent requests with --concurrency, or rates"):
         run_load(LoadSettings(**given), "http://127.0.0.1:9")
-
-
-def test_how_many_requests() -> None:
-    settings = LoadSettings(concurrency=(1, 64), rates=(3.0,))
-    assert [settings.requests_at(level) for level in settings.levels] == [24, 256, 24]
-    assert LoadSettings(concurrency=(64,), requests=70).requests_at(Level(concurrency=64)) == 70
 
 
 # Figures
