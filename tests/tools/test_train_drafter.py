@@ -353,11 +353,11 @@ def test_the_shortlist_has_the_most_frequent_tokens(tmp_path: Path) -> None:
         data.Answers(tmp_path).scan()
 
 
-@pytest.mark.parametrize("shortlist", [False, True])
-def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, shortlist: bool) -> None:
+@pytest.mark.parametrize(("shortlist", "window"), [(False, 0), (True, 0), (False, 5)])
+def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, shortlist: bool, window: int) -> None:
     """An exported drafter, built with its target: the same log-probabilities."""
     target = load_target(str(folder), 2)
-    model = make_drafter(target, DRAFTER)
+    model = make_drafter(target, replace(DRAFTER, window=window))
     save(model, model.cfg, tmp_path / "best")
     if shortlist:
         write_shortlist(tmp_path / "best", torch.arange(1, VOCABULARY, 2))

@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--mask-token", help="the token, by text or id, that stands for one to draft")
     parser.add_argument("--block", type=int, default=d.block)
     parser.add_argument("--layers", type=int, default=d.layers)
+    parser.add_argument("--window", type=int, default=d.window, help="positions that the drafter sees; 0: all")
     parser.add_argument("--shortlist", type=int, default=0, help="draft from so many tokens only, the most frequent")
     parser.add_argument("--drafter", type=Path, help="evaluate: a drafter's folder, by default OUT")
     args = parser.parse_args()
@@ -153,7 +154,7 @@ def main() -> None:
             setattr(args, name, value)
     args.work = args.out / "work"
     schedule = replace(d.schedule, seconds=60 * args.minutes)
-    shape = {"kind": args.kind, "taps": args.taps, "block": args.block, "layers": args.layers}
+    shape = {"kind": args.kind, "taps": args.taps, "block": args.block, "layers": args.layers, "window": args.window}
     drafter = replace(d, **shape, sequences=args.sequences, tokens=args.tokens, schedule=schedule)
     pool = max(1, DEFAULTS.data.batch * DEFAULTS.data.pool // args.batch)
     settings = replace(DEFAULTS, drafter=drafter, data=replace(DEFAULTS.data, batch=args.batch, pool=pool))

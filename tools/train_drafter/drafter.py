@@ -75,6 +75,10 @@ def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, .
         section = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
         return {**config, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": section, "model_type": "llama"}
     config |= {"architectures": [dflash.ARCHITECTURE], **dflash.config_entries(dims)}
+    if settings.window:
+        config |= {"layer_types": ["sliding_attention"] * settings.layers, "sliding_window": settings.window}
+        config |= {"max_window_layers": 0, "use_sliding_window": True}
+        config[dflash.SECTION]["causal"] = False
     if settings.kind == "dspark":
         config["architectures"] = ["DSparkDraftModel"]
         config[dflash.SECTION] |= {

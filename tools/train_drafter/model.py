@@ -74,6 +74,7 @@ class DFlash(Rotary):
         super().__init__(cfg)
         section, hidden = cfg[dflash.SECTION], cfg["hidden_size"]
         self.block, self.mask = int(cfg["block_size"]), int(section["mask_token_id"])
+        self.window = int(cfg["sliding_window"] or 0)
         shape = Qwen3Config(**{name: value for name, value in cfg.items() if name != "architectures"})
         self.layers = nn.ModuleList(Qwen3DecoderLayer(shape, index) for index in range(cfg["num_hidden_layers"]))
         self.norm, self.hidden_norm = (nn.RMSNorm(hidden, eps=cfg["rms_norm_eps"]) for _ in range(2))
@@ -97,7 +98,7 @@ class DFlash(Rotary):
             attn, h = layer.self_attn, layer.input_layernorm(x)
             q = rotate(attn.q_norm(_heads(attn.q_proj(h), attn.head_dim)), *rope)
             own, past = _keys_values(attn, h, rope), _keys_values(attn, context, rope_past)
-            x = x + attn.o_proj(mix_blocks(q, own, past, blocks.anchor))
+            x = x + attn.o_proj(mix_blocks(q, own, past, blocks.anchor, self.window))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).view(*ids.shape, -1)[:, :, 1:].contiguous()  # views are slow to multiply on a CPU
 
@@ -116,8 +117,9 @@ def _keys_values(attn: Any, x: Tensor, rope: KeyValue) -> KeyValue:
     return rotate(attn.k_norm(_heads(attn.k_proj(x), attn.head_dim)), *rope), _heads(attn.v_proj(x), attn.head_dim)
 
 
-def mix_blocks(q: Tensor, own: KeyValue, past: KeyValue, seen: Tensor) -> Tensor:
-    """Each of A blocks attends to its own B positions and to the first `seen` [N, A] context rows; [N, A·B, Hq·D].
+def mix_blocks(q: Tensor, own: KeyValue, past: KeyValue, seen: Tensor, window: int = 0) -> Tensor:
+    """Each of A blocks attends to its own B positions and to the first `seen` [N, A] context rows, of these only to
+    those less than `window` positions away where that is not 0; [N, A·B, Hq·D].
 
     q [N, Hq, A·B, D]. One mask over context and all blocks would spend most of its time on positions that other blocks
     own.
@@ -128,10 +130,14 @@ def mix_blocks(q: Tensor, own: KeyValue, past: KeyValue, seen: Tensor) -> Tensor
     group, rows = q.shape[3], (count, kv_heads, blocks, -1)
     q = q.reshape(count, kv_heads, -1, size)
     k, v = (each.view(*rows, size) for each in own)
-    hidden = torch.arange(past[0].shape[2], device=q.device) >= seen[:, None, :, None, None]
-    scores = (q @ past[0].mT).view(*rows, hidden.shape[-1]).masked_fill(hidden, -torch.inf)
+    places, first = torch.arange(past[0].shape[2], device=q.device), seen[:, None, :, None, None]
+    hidden = places >= first
+    if window:
+        own_places = torch.arange(length // blocks, device=q.device).repeat(group)[:, None]
+        hidden = hidden | (places <= first + own_places - window)
+    scores = (q @ past[0].mT).view(*rows, len(places)).masked_fill(hidden, -torch.inf)
     weights = torch.softmax(torch.cat([scores, q.view(*rows, size) @ k.mT], -1), -1)
-    left, right = weights.split([hidden.shape[-1], k.shape[-2]], -1)
+    left, right = weights.split([len(places), k.shape[-2]], -1)
     out = (left.flatten(2, 3) @ past[1]).view(*rows, size) + right @ v
     return out.view(count, kv_heads, blocks, group, -1, size).permute(0, 2, 4, 1, 3, 5).reshape(count, length, -1)
 

@@ -47,6 +47,7 @@ class DrafterSettings:
     block: int = 6  # the bonus token and the drafts after it; of EAGLE-3 the steps of a chain
     short_block: int = 3  # of all micro-batches of a step but the first: twice the first drafts for the same time
     layers: int = 3
+    window: int = 0  # positions that a DFlash drafter's row sees, itself counted; 0: all
     inner: int = 0  # of the feed-forward network; 0: as the target's
     taps: int | tuple[int, ...] = 4  # target layers read, or how many, from the second to the third from last
     markov_rank: int = 16  # of DSpark's head
