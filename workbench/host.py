@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,10 +26,20 @@ from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.core import EngineCore
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import (
+    Draft,
+    DraftRequest,
+    FinishedRound,
+    RoundRequest,
+    RoundResult,
+    Verdict,
+    VerifyRequest,
+)
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.runtime.tree import best_tree, walk
 from workbench.options import bare_manifest
 
 POSITIONS = 15
@@ -54,7 +66,7 @@ def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
 class ReadyEngine:
     """The `Engine` protocol without networks: every draft and verdict is an array made before."""
 
-    threads, rounds, buckets, mixes, inexact = 1, None, None, True, None
+    threads, buckets, mixes, inexact = 1, None, True, None
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         shape = (vocab_size, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, 8192)
@@ -62,11 +74,12 @@ class ReadyEngine:
         self.manifest = bare_manifest("ready", TransformerDims(*shape), block, Limits(8192, max_batch=slots))
         log_probs, token_ids = draft(NODES)
         token_ids += 100
-        self._draft = Draft(Marginals(log_probs, token_ids))
+        self.ready = Draft(Marginals(log_probs, token_ids))
         # By depth: what the drafter thinks most probable there, and from `ACCEPTED` on what it does not think of.
-        self._choices = np.append(token_ids[:ACCEPTED, 0], [99] * (POSITIONS + 1 - ACCEPTED)).astype(np.int64)
+        self.choices = np.append(token_ids[:ACCEPTED, 0], [99] * (POSITIONS + 1 - ACCEPTED)).astype(np.int64)
         self._logits = np.zeros((1, vocab_size), np.float32)
         self._lengths = [0] * slots
+        self.rounds = ReadyRounds(self)
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
@@ -83,16 +96,56 @@ class ReadyEngine:
         self._lengths[slot] = length
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [self._draft] * len(requests)
+        return [self.ready] * len(requests)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        return [Verdict(self._choices[r.tree.depths], self._logits) for r in requests]
+        return [Verdict(self.choices[r.tree.depths], self._logits) for r in requests]
 
     def commit(self, slot: int, path: np.ndarray, *, taps: bool) -> None:
         self._lengths[slot] += len(path)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class ReadyRounds:
+    """The `DeviceRounds` protocol likewise: of each budget always the same round."""
+
+    by_default = True
+
+    def __init__(self, engine: ReadyEngine) -> None:
+        self._engine = engine
+        self._launched: deque[Sequence[RoundRequest]] = deque()
+        self._made: dict[tuple[int, bool], tuple[list[int], int, Any]] = {}
+
+    @property
+    def ahead(self) -> int:
+        return len(self._launched)
+
+    def launchable(self, slots: Sequence[int]) -> list[int]:
+        return [len(self._launched)] * len(slots)
+
+    def launch(self, requests: Sequence[RoundRequest]) -> None:
+        self._launched.append(requests)
+
+    def read(self) -> FinishedRound:
+        results = [RoundResult(r, *self._made_of(r.budget, r.looks)) for r in self._launched.popleft()]
+        for result in results:
+            self._engine.commit(result.request.slot, np.array(result.tokens), taps=True)
+        return FinishedRound(results, 0.002, 0.007)
+
+    def leave(self, slot: int) -> None:
+        """Nothing is known of slots."""
+
+    def _made_of(self, budget: int, looks: bool) -> tuple[list[int], int, Any]:
+        if (budget, looks) not in self._made:
+            more = best_tree(self._engine.ready.candidates, 2 * budget)
+            tree = more.cut(budget)
+            choices = self._engine.choices[np.append(0, tree.depths)]
+            path = walk(tree, choices)
+            drafted = (tree, more, path) if looks and budget else None
+            self._made[budget, looks] = choices[path].tolist(), len(tree), drafted
+        return self._made[budget, looks]
 
 
 class ReadyCosts(Costs):
@@ -102,13 +155,15 @@ class ReadyCosts(Costs):
         """Nothing: what rounds take here is the host's work."""
 
 
-def running(slots: int, params: dict[str, Any]) -> tuple[EngineCore, list[Any]]:
-    """A core whose slots are all decoding, and its requests."""
+def running(slots: int, params: dict[str, Any], *, device: bool = False) -> tuple[EngineCore, list[Any]]:
+    """A core whose slots are all decoding, by stages or on a `device`, and its requests."""
     codec = TextCodec(TOKENIZER, {})
     engine: Any = ReadyEngine(slots, len(codec.tokenizer))
+    engine.manifest = replace(engine.manifest, backend="torch")
+    options = EngineOptions(device_rounds="on" if device else "off")
     times = PassTimes(1, 64, 0.002, ((1, 0.006), (17, 0.007), (257, 0.012)))
     nodes = engine.manifest.limits.max_tree_budget
-    core = EngineCore(engine, codec, AutoBudgets(ReadyCosts(Profile("", times), nodes), nodes, POSITIONS))
+    core = EngineCore(engine, codec, AutoBudgets(ReadyCosts(Profile("", times), nodes), nodes, POSITIONS), options)
     wanted = SamplingParams(max_tokens=8000, ignore_eos=True, **params)
     requests = [core.maker.make([5], wanted) for _ in range(slots)]
     for request in requests:
@@ -120,10 +175,10 @@ def running(slots: int, params: dict[str, Any]) -> tuple[EngineCore, list[Any]]:
     return core, requests
 
 
-def python_calls(slots: int, params: dict[str, Any]) -> float:
+def python_calls(slots: int, params: dict[str, Any], *, device: bool = False) -> float:
     """Calls of Python functions that the host makes for a slot in a round; what the engine does in its own is not
     counted."""
-    core, _ = running(slots, params)
+    core, _ = running(slots, params, device=device)
     count = 0
 
     def seen(frame: FrameType, event: str, _: object) -> None:
@@ -139,9 +194,9 @@ def python_calls(slots: int, params: dict[str, Any]) -> float:
     return count / slots / ROUNDS
 
 
-def round_us(slots: int, params: dict[str, Any]) -> tuple[float, float]:
+def round_us(slots: int, params: dict[str, Any], *, device: bool = False) -> tuple[float, float]:
     """Median microseconds a slot of a round, and of taking a part of a stream."""
-    core, requests = running(slots, params)
+    core, requests = running(slots, params, device=device)
     stepped, taken = [], []
     for _ in range(ROUNDS):
         begin = time.perf_counter_ns()
@@ -155,7 +210,10 @@ def round_us(slots: int, params: dict[str, Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    print(f"Rounds, a slot\n{'N':>10}" + "".join(f"{f'{name}: calls':>18}{'µs':>8}{'part µs':>10}" for name in CASES))
-    for slots in SLOTS:
-        cells = [(python_calls(slots, params), *round_us(slots, params)) for params in CASES.values()]
-        print(f"{slots:>10}" + "".join(f"{calls:>18.1f}{us:>8.1f}{part:>10.1f}" for calls, us, part in cells))
+    heads = "".join(f"{f'{name}: calls':>18}{'µs':>8}{'part µs':>10}" for name in CASES)
+    for device in (False, True):
+        print(f"\nRounds {'on a device' if device else 'by stages'}, a slot\n{'N':>10}{heads}")
+        for slots in SLOTS:
+            each = CASES.values()
+            cells = [(python_calls(slots, p, device=device), *round_us(slots, p, device=device)) for p in each]
+            print(f"{slots:>10}" + "".join(f"{calls:>18.1f}{us:>8.1f}{part:>10.1f}" for calls, us, part in cells))

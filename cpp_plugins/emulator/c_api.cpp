@@ -44,6 +44,10 @@ DDTREE_EXPORT int32_t ddtree_packed_mask(const ddtree::PackedMask* call, void* s
     return static_cast<int32_t>(ddtree::device_packed_mask(*call, stream_of(stream)));
 }
 
+DDTREE_EXPORT int32_t ddtree_choose(const ddtree::TokenChoice* call, void* stream) {
+    return static_cast<int32_t>(ddtree::device_choose(*call, stream_of(stream)));
+}
+
 DDTREE_EXPORT int32_t ddtree_walk(const ddtree::TreeWalk* call, void* stream) {
     return static_cast<int32_t>(ddtree::device_walk(*call, stream_of(stream)));
 }

@@ -199,6 +199,23 @@ void packed_mask(const Tensor& parents, const Tensor& mask) {
                                                     device.stream()));
 }
 
+void choose(const Tensor& logits, const Tensor& positions, const Tensor& temperatures, const Tensor& seeds,
+            const Tensor& choices) {
+    TORCH_CHECK(positions.dim() == 2, "positions must be [N, T]");
+    const int64_t n = positions.size(0), t = positions.size(1);
+    check(logits, "logits", at::kFloat, logits, {n, t, -1});
+    check(positions, "positions", at::kInt, logits, {n, t});
+    check(temperatures, "temperatures", at::kFloat, logits, {n});
+    check(seeds, "seeds", at::kLong, logits, {n});
+    check(choices, "choices", at::kInt, logits, {n, t});
+    const OnDevice device(logits);
+    raise("choose",
+          ddtree::device_choose({pointer<const float>(logits), pointer<const int32_t>(positions),
+                                 pointer<const float>(temperatures), pointer<const int64_t>(seeds),
+                                 pointer<int32_t>(choices), size(positions, 0), size(positions, 1), size(logits, 2)},
+                                device.stream()));
+}
+
 void walk(const Tensor& parents, const Tensor& token_ids, const Tensor& choices, const OptionalTensor& counts,
           const OptionalTensor& past_len, const Tensor& path, const Tensor& lengths, const Tensor& next_tokens,
           const OptionalTensor& next_past_len) {
@@ -417,6 +434,7 @@ TORCH_LIBRARY(ddtree, m) {
           "Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!)? positions, Tensor(e!) counts, "
           "Tensor(f!)? log_weights=None, Tensor(g!)? outlook_depths=None) -> ()");
     m.def("packed_mask(Tensor parents, Tensor(a!) mask) -> ()");
+    m.def("choose(Tensor logits, Tensor positions, Tensor temperatures, Tensor seeds, Tensor(a!) choices) -> ()");
     m.def("walk(Tensor parents, Tensor token_ids, Tensor choices, Tensor? counts, Tensor? past_len, Tensor(a!) path, "
           "Tensor(b!) lengths, Tensor(c!) next_tokens, Tensor(d!)? next_past_len) -> ()");
     m.def("compact(Tensor(a!) cache, Tensor slot_ids, Tensor past_len, Tensor keep, Tensor keep_count) -> ()");
@@ -441,6 +459,7 @@ TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
     m.impl("draft_top", draft_top);
     m.impl("build_tree", build_tree);
     m.impl("packed_mask", packed_mask);
+    m.impl("choose", choose);
     m.impl("walk", walk);
     m.impl("compact", compact);
     m.impl("add_rms_norm", add_rms_norm);

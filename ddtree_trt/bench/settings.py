@@ -65,7 +65,7 @@ class BenchSettings(EngineOptions):
         for method in [*(m for m in BASELINES if m.serves(drafter_kind)), *chosen]:
             on_device = method.host_reason is None and self.device_rounds == "on"
             budgets = self.budgets if method.branches else (None,)
-            cases += [Case(method.name, b, on_device and isinstance(b, int)) for b in budgets]
+            cases += [Case(method.name, b, on_device) for b in budgets]
         return list(dict.fromkeys(cases))
 
 

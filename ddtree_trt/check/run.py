@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.bench.measure import Session
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.check.agreement import Text, measure_agreement
 from ddtree_trt.check.findings import (
@@ -39,7 +38,7 @@ from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
-DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
+DEVICE_BUDGET = 16  # of the case with a fixed budget whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
 
 
@@ -97,8 +96,8 @@ def wiring(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
-    """Every method the engine can do, `ar` first; trees at each of the budgets within the engine's limit, and once on
-    the device."""
+    """Every method the engine can do, `ar` first; trees at each of the budgets within the engine's limit. Then those of
+    the device, trees at two budgets."""
     allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
     cases = []
     for method in METHODS.values():
@@ -106,7 +105,8 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
             continue
         cases += [Case(method.name, b) for b in allowed] if method.branches else [Case(method.name)]
         if method.host_reason is None and engine_host_reason(manifest) is None:
-            cases += [Case(method.name, b, device=True) for b in allowed if b == DEVICE_BUDGET]
+            on_device = [b for b in allowed if b in ("auto", DEVICE_BUDGET)] if method.branches else [None]
+            cases += [Case(method.name, b, device=True) for b in on_device]
     return sorted(cases, key=lambda case: case.method != AUTOREGRESSIVE.name)
 
 

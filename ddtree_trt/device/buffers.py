@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
@@ -15,6 +16,7 @@ from ddtree_trt.drafters import kind as kinds
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 
 
 def buckets(largest: int) -> list[int]:
@@ -24,6 +26,74 @@ def buckets(largest: int) -> list[int]:
     """
     steps = [1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, largest, 128)]
     return [*(t for t in steps if t < largest), largest]
+
+
+ROUND_ROWS = 512  # most rows N·T of a pass of rounds on the device, unless two slots' trees are larger
+CANDIDATES = (1, 16, 64, 256, 1024, 4096)  # K of captured drafts: one takes the next larger number
+REACHES = (3, 7)  # positions of captured drafts, besides all of them: likewise
+
+
+@dataclass(frozen=True)
+class RoundShapes:
+    """Sizes that passes of rounds on the device are padded to, of each of which a graph is captured when an engine is
+    opened."""
+
+    slots: tuple[int, ...]  # N, rising
+    tokens: tuple[int, ...]  # T, rising
+    longest_draft: int  # L
+    head_size: int  # most candidates of a position
+
+    @staticmethod
+    def of(limits: Limits, longest_draft: int, head_size: int) -> RoundShapes:
+        tokens = tree_sizes(1 + min(limits.max_tree_budget, MAX_DEVICE_BUDGET))
+        return RoundShapes(slot_numbers(limits.max_batch), tokens, longest_draft, head_size)
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a pass."""
+        return max(ROUND_ROWS, 2 * self.tokens[-1])
+
+    def most_slots(self, tokens: int) -> int:
+        """Of a pass over trees of T tokens."""
+        return max(n for n in self.slots if n == 1 or n * tokens <= self.rows)
+
+    def candidates(self, tokens: int) -> int:
+        """K of the drafts of trees of T tokens."""
+        return 1 if tokens == 1 else min(next(k for k in CANDIDATES[1:] if k >= tokens - 1), self.head_size)
+
+    def reach(self, nodes: int) -> int:
+        """Positions that a draft for so many nodes computes; 0: it takes in what waits for the drafter, and no more."""
+        longest = self.longest_draft
+        return next((r for r in (0, *REACHES) if nodes <= r < longest), longest)
+
+    def outlook(self, tokens: int) -> int:
+        """Nodes O that are weighed beside a tree of T tokens, its own among them."""
+        return min(2 * tokens, MAX_DEVICE_BUDGET) if tokens > 1 else 0
+
+    def verifications(self) -> list[tuple[int, int]]:
+        """(N, T) of every pass over trees."""
+        return [(n, t) for t in self.tokens for n in self.slots if n <= self.most_slots(t)]
+
+    def drafts(self) -> list[tuple[int, int, int]]:
+        """(N, positions, K) of every draft."""
+        found = dict.fromkeys((n, 0, 1) for n in self.slots)
+        for smaller, tokens in pairwise(self.tokens):
+            reaches = dict.fromkeys(self.reach(nodes) for nodes in range(smaller, 2 * tokens - 1))
+            numbers = (n for n in self.slots if n <= self.most_slots(tokens))
+            found |= dict.fromkeys(product(numbers, reaches, (self.candidates(tokens),)))
+        return list(found)
+
+
+def slot_numbers(slots: int) -> tuple[int, ...]:
+    """Numbers of slots N that passes are padded to, rising to `slots`: powers of two and three times these."""
+    powers = [1 << i for i in range(slots.bit_length())]
+    return (*sorted(n for n in {*powers, *(3 * p for p in powers)} if n < slots), slots)
+
+
+def tree_sizes(largest: int) -> tuple[int, ...]:
+    """Numbers of tree tokens T on the PyTorch engine, rising to `largest`: few, since a pass costs hardly more up to
+    the next."""
+    return (*(1 << i for i in range((largest - 1).bit_length())), largest)
 
 
 def context_steps(block: int) -> list[int]:

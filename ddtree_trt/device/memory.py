@@ -18,11 +18,13 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device.buffers import (
     FLOAT_BYTES,
     NOT_COUNTED_AS_BUFFERS,
+    RoundShapes,
     buckets,
     captured_passes,
     context_steps,
     pass_rows,
     tensorrt_buffers,
+    tree_sizes,
 )
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
@@ -179,6 +181,8 @@ class _Engine:
         kind, limits = kind_of(self.drafter), self.limits
         taps = len(kind.tap_layers) * self.target.hidden_size
         waiting = limits.max_batch * limits.prefill_chunk if kind.shifted_inputs else 0  # states without a row of cache
+        if kind.block_size and not self.backend.on_cpu:
+            waiting = limits.max_batch * kind.block_size
         moves = self.target.delta.moved_values * len(self.target.delta_layers) if self.target.delta else 0
         of_a_row = self.target.vocab_size + moves
         return self.rows * of_a_row * FLOAT_BYTES + (self.rows + waiting) * taps * self.size
@@ -196,11 +200,17 @@ class _Engine:
 
     def captured_bytes(self) -> int:
         """About those of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
-        PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
-        trees, depth = len(buckets(1 + self.limits.max_tree_budget)), self.target.num_layers
+        PyTorch those of rounds on the device, and of a single sequence's by stages. More are captured as more sequences
+        are decoded together by stages."""
+        kind, largest, depth = kind_of(self.drafter), 1 + self.limits.max_tree_budget, self.target.num_layers
         if self.backend.kernels:
-            return trees * (depth + self.drafter.num_layers) * CAPTURED_LAYER_BYTES
-        block, slots = kind_of(self.drafter).block_size, self.limits.max_batch
+            verifications = drafts = len(tree_sizes(largest))
+            if kind.drafts == "block" and kind.pairs is None and self.target.delta is None:
+                shapes = RoundShapes.of(self.limits, kind.longest_draft, self.drafter.vocab_size)
+                verifications += len(shapes.verifications())
+                drafts += len(shapes.drafts())
+            return (verifications * depth + drafts * self.drafter.num_layers) * CAPTURED_LAYER_BYTES
+        trees, block, slots = len(buckets(largest)), kind.block_size, self.limits.max_batch
         steps = len(context_steps(block)) if block else 1  # an autoregressive drafter's passes are of one token
         drafts = captured_passes(steps, slots, neighbours=self.native)
         verifications = captured_passes(trees, slots, neighbours=self.native)

@@ -1,10 +1,9 @@
 """Continuous batching: assignment of slots to sequences, and the steps that advance them.
 
 A step admits waiting sequences into free slots, prefills a chunk of their prompts, and runs one decode round over all
-sequences with a complete prompt: one over those whose rounds stay on the device, and one over the others, in whose pass
-the chunk is where the engine can mix them. So a long prompt delays running sequences by one chunk per round, and a
-sequence that finishes or is cancelled frees its slot before the next step. A free slot keeps its cache: a prompt that
-begins with a free slot's tokens starts behind them.
+sequences with a complete prompt, in whose pass the chunk is where the engine can mix them. So a long prompt delays
+running sequences by one chunk per round, and a sequence that finishes or is cancelled frees its slot before the next
+step. A free slot keeps its cache: a prompt that begins with a free slot's tokens starts behind them.
 """
 
 from __future__ import annotations
@@ -95,12 +94,9 @@ class Scheduler:
                 advanced += self._guard([], [chunk.sequence], work)
             chunks = []
             self._sweep()  # a sequence is running, or has ended, with its first token
-        for on_device in (True, False):
-            running = [s for s in self.running if s.on_device is on_device]
-            beside = [] if on_device else chunks
-            if running or beside:
-                work = partial(decode_round, self.engine, running, self.clock, beside)
-                advanced += self._guard(running, [chunk.sequence for chunk in beside], work)
+        if self.running or chunks:
+            work = partial(decode_round, self.engine, self.running, self.clock, chunks)
+            advanced += self._guard(self.running, [chunk.sequence for chunk in chunks], work)
         self._sweep()
         return advanced
 
@@ -195,6 +191,8 @@ class Scheduler:
         self.running, self.prefilling = [s for s in both if s.output], deque([s for s in both if not s.output])
         for index, slot in enumerate(self._slots):
             if (user := slot.user) is not None and user.finish_reason is not None:
+                if self.engine.rounds is not None:
+                    self.engine.rounds.leave(index)
                 # A stop string may have removed tokens that are in the cache: only listed tokens are reused.
                 tokens = user.prompt + user.output if slot.reusable else []
                 self._slots[index] = _Slot(tokens[: self.engine.length(index)], last_used=self._steps)

@@ -114,13 +114,14 @@ class RequestMetrics:
     committed_tokens: int = 0  # by rounds, bonus tokens included
     drafted_tokens: int = 0  # draft nodes verified
     drafting_rounds: int = 0  # rounds that verified some
+    rounds_on_device: int = 0
     # Copies share the list: it only grows, and its first `rounds` are theirs. Of several sequences `parts` have it.
     _history: list[tuple[int, int, float]] = field(default_factory=list, repr=False)
     parts: tuple[RequestMetrics, ...] = field(default=(), repr=False)
     automatic: AutomaticRounds = field(default_factory=AutomaticRounds)
     round_end_s: float | None = None  # when the latest round's tokens were emitted
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    on_device: bool = False  # whether rounds stay on the device
+    on_device: bool = False  # whether rounds stay on the device, but where they are beside one that cannot
     why_host: str | None = None  # the reason where rounds run on the host
     sequences: int = 1  # that the figures are of
 
@@ -156,10 +157,6 @@ class RequestMetrics:
     def round_intervals_s(self) -> list[float]:
         """Seconds between the tokens of successive rounds."""
         return [seconds for _, _, seconds in self.history]
-
-    @property
-    def rounds_on_device(self) -> int:
-        return self.rounds if self.on_device else 0
 
     @property
     def accepted_tokens(self) -> int:
@@ -253,6 +250,7 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         committed_tokens=sum(p.committed_tokens for p in parts),
         drafted_tokens=sum(p.drafted_tokens for p in parts),
         drafting_rounds=sum(p.drafting_rounds for p in parts),
+        rounds_on_device=sum(p.rounds_on_device for p in parts),
         parts=tuple(parts),
         automatic=AutomaticRounds.total(p.automatic for p in parts),
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},

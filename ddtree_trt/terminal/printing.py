@@ -131,7 +131,7 @@ def print_engine(report: EngineReport) -> None:
             ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
             ("plugin", _listing(m.plugin or {}) or ("none, attention is native" if m.attention else "none")),
             *([("cannot run here", report.problem)] if report.problem else []),
-            ("device rounds", f"none: {host_reason}" if host_reason else "on a GPU, method ddtree with a fixed budget"),
+            ("device rounds", f"none: {host_reason}" if host_reason else "on a GPU, methods ar, dflash and ddtree"),
             ("profile", "measured" if report.has_profile else "not measured yet"),
             ("build time", f"{m.build_seconds:.1f} s"),
             ("files", human_bytes(report.total_bytes)),

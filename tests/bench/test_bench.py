@@ -14,8 +14,17 @@ from command_line import Cli
 from engine_builds import PACKAGED, build_torch_engine
 
 from ddtree_trt.bench import report
-from ddtree_trt.bench.measure import BenchResult, Outcome, Request, Run, Sample, Session, engine_runs, measure
-from ddtree_trt.bench.prompts import BenchPrompt
+from ddtree_trt.bench.measure import (
+    BenchPrompt,
+    BenchResult,
+    Outcome,
+    Request,
+    Run,
+    Sample,
+    Session,
+    engine_runs,
+    measure,
+)
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError, install_with
 
@@ -29,7 +38,7 @@ SETTINGS = BenchSettings("engine", budgets=("auto", 4), limit=2, max_tokens=12)
     ("changes", "kind", "labels"),
     [
         ({}, "dflash", "ar dflash ddtree@auto ddtree@4"),
-        ({"device_rounds": "on"}, "dflash", "ar dflash ddtree@auto ddtree@4+device"),
+        ({"device_rounds": "on"}, "dflash", "ar+device dflash+device ddtree@auto+device ddtree@4+device"),
         ({"methods": ("ar", "dflash-sample")}, "dflash", "ar dflash dflash-sample"),
         ({}, "autoregressive", "ar draft-model"),
         ({}, "eagle3", "ar eagle@auto eagle@4"),

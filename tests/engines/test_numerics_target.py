@@ -15,7 +15,7 @@ from fake_trt_engine import FORMS, build_trt_engine
 from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.device.buffers import buckets
+from ddtree_trt.device.buffers import tree_sizes
 from ddtree_trt.models.decoder import Experts
 from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3, QWEN3_MOE
 
@@ -75,7 +75,7 @@ def followers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         else:
             engine = BUILDS[build](target, drafter, path / "engine", max_batch=2)
         if build == "torch, padded":  # to the sizes of a GPU
-            engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
+            engine.target.buckets = tree_sizes(engine.limits.max_tokens_per_pass)
         truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
         yield [Follower(engine, slot, truth) for slot in range(2)]
 

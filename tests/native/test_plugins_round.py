@@ -116,6 +116,64 @@ def test_packed_mask_equals_the_host(tokens: int) -> None:
             np.testing.assert_array_equal(mask[i], reference.packed_mask(parents[i], words))
 
 
+def choose(
+    logits: np.ndarray, positions: np.ndarray, temperatures: np.ndarray, seeds: np.ndarray, place: Place = np.array
+) -> np.ndarray:
+    given = [place(array) for array in (logits, positions, temperatures, seeds)]
+    choices = place(np.full(positions.shape, -7, np.int32))
+    names = "logits", "positions", "temperatures", "seeds"
+    emulated_kernels().launch(
+        "choose", choices=address(choices), sequences=logits.shape[0], tokens=logits.shape[1],
+        vocabulary=logits.shape[2], **{name: address(array) for name, array in zip(names, given, strict=True)},
+    )  # fmt: skip
+    return choices
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 31, 513, 5000])
+def test_choices_are_the_reference_and_the_hosts(vocabulary: int) -> None:
+    """At temperatures and without, with logits that are equal, −inf or NaN; no draw is like that of another row."""
+    rng = np.random.default_rng(vocabulary)
+    logits = (rng.normal(size=(4, 3, vocabulary)) * 3).astype(np.float32)
+    logits[1, :, ::2] = logits[1].max(initial=0)
+    logits[2, 1, 1::3] = -np.inf
+    logits[3, 2, ::2] = np.nan
+    positions = rng.integers(0, 1 << 20, (4, 3)).astype(np.int32)
+    temperatures, seeds = np.array([0, 1, 0.3, 50], np.float32), rng.integers(-(2**63), 2**63, 4)
+    found = choose(logits, positions, temperatures, seeds)
+    np.testing.assert_array_equal(found, reference.choose(logits, positions, temperatures, seeds))
+    seed = int(seeds[1]) % (1 << 64)
+    for row, position, token in zip(logits[1], positions[1].tolist(), found[1].tolist(), strict=True):
+        assert _native.draw_logits(row, 1.0, seed, position + 1) == token
+
+
+def test_choices_of_nothing_are_in_the_vocabulary_and_read_no_further() -> None:
+    def work() -> None:
+        for at_end in (True, False):
+            logits = np.full((2, 2, 700), -np.inf, np.float32)
+            logits[1] = np.nan
+            positions, seeds = np.full((2, 2), 2**31 - 1, np.int32), np.array([-1, 5])
+            found = choose(logits, positions, np.array([0, 2], np.float32), seeds, Guarded(at_end))
+            assert ((found >= 0) & (found < 700)).all()
+
+    check_in_child(work)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"logits": None}, "null"), ({"seeds": None}, "null"), ({"choices": None}, "null"),
+        ({"tokens": -1}, "extent"), ({"vocabulary": 0}, "extent"), ({"vocabulary": (1 << 24) + 1}, "extent"),
+    ],
+)  # fmt: skip
+def test_choices_that_cannot_be_are_refused(fields: dict[str, Any], reason: str) -> None:
+    memory = np.zeros(64, np.float32)
+    names = "logits", "positions", "temperatures", "seeds", "choices"
+    good = {**{name: address(memory) for name in names}, "sequences": 1, "tokens": 1, "vocabulary": 4}
+    with pytest.raises(EngineError, match=reason):
+        emulated_kernels().launch("choose", **{**good, **fields})
+    emulated_kernels().launch("choose", **{**good, "sequences": 0, "logits": None})
+
+
 def walk(
     parents: np.ndarray,
     token_ids: np.ndarray,

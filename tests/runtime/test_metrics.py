@@ -79,8 +79,8 @@ def metrics_of(accepted: list[int], **others: Any) -> RequestMetrics:
 
 
 PARTS = [
-    metrics_of([3, 1], prompt_tokens=7, cached_tokens=0, on_device=True),
-    metrics_of([2], prompt_tokens=7, cached_tokens=6, on_device=True),
+    metrics_of([3, 1], prompt_tokens=7, cached_tokens=0, on_device=True, rounds_on_device=3),
+    metrics_of([2], prompt_tokens=7, cached_tokens=6, on_device=True, rounds_on_device=2),
 ]
 
 

@@ -45,8 +45,14 @@ def test_dry_run(tmp_path: Path) -> None:
             check_times(row["host"])
             assert 1 <= row["device"]["tokens_per_round"] <= 1 + row["budget"]
             assert row["device"]["round_ms"] > 0 and row["device"]["visible_round_ms"] > 0
-            assert set(row["device"]["stage_ms"]) == set(ROUND_STAGES)
-    assert len(result["targets"]) == 6
+            assert set(row["device"]["stage_ms"]) == {"draft", "rest"}
+    (batch,) = result["batches"]
+    assert {(row["slots"], row["tokens"]) for row in batch["rounds"]} == {(n, 1 << i) for n in (1, 2) for i in range(7)}
+    assert all(row["draft_ms"] > 0 and row["rest_ms"] > 0 for row in batch["rounds"])
+    assert all(step["slots"] == 2 and step["step_ms"] > 0 < step["graphs_ms"] for step in batch["steps"].values())
+    cases = {"ar+device", "dflash+device", "ddtree@auto+device", "ddtree@4+device"}
+    assert set(result["tokens_per_second"]) == cases and min(result["tokens_per_second"].values()) > 0
+    assert len(result["targets"]) == 6 + 2 + 1
 
 
 def check_times(timed: dict[str, Any]) -> None:
@@ -71,7 +77,15 @@ def test_targets_are_judged() -> None:
         "ar step over the time to read weights and cache": (1.135, True),
         "ddtree round over ar step": (1.375, True),
         "gap between rounds the host sees, us": (51.0, False),
+        "ddtree round, ms": (5.5, True),
     }
+    steps = {"ar": {"slots": 64, "step_ms": 12.0, "graphs_ms": 9.0}, "ddtree": None}
+    speeds = {"ar+device": 100.0, "ddtree@auto+device": 300.0, "ddtree@16+device": 306.0}
+    rows = bench.targets({"pairs": [], "batches": [{"shape": "s", "steps": steps}], "tokens_per_second": speeds})
+    assert [(row["what"], round(row["found"], 3), row["met"]) for row in rows] == [
+        ("step over its graphs", 1.333, False),
+        ("best fixed budget over auto", 1.02, True),
+    ]
 
 
 def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,13 @@ from torch import Tensor
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.bench.measure import Session, engine_runs, measure
+from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
 from ddtree_trt.runtime.engines.torch.weights import choose_device
 from tools.gpu import correct
-from tools.gpu.rounds import ceilings, fill, time_device, time_host
+from tools.gpu.rounds import ceilings, fill, time_batches, time_device, time_host, time_steps
 from workbench.random_pair import find_shape, random_torch_engine
 
 SCHEMA_VERSION = 1
@@ -50,16 +54,23 @@ class Scale:
     precisions: tuple[str, ...]
     prompts: int
     tokens: int
+    slots: int  # of batches
+    batch_past: int
 
 
 # With its root each tree fills a size that passes are padded to: one node more would take the next size.
-FULL = Scale((1024, 8192), (15, 31, 63, 127, 255), 20, ("bf16", "fp16", "fp32"), 6, 96)
-DRY = Scale((16, 40), (3, 15), 2, ("fp32", "bf16"), 1, 12)
+FULL = Scale((1024, 8192), (15, 31, 63, 127, 255), 20, ("bf16", "fp16", "fp32"), 6, 96, 64, 512)
+DRY = Scale((16, 40), (3, 15), 2, ("fp32", "bf16"), 1, 12, 2, 16)
 COMPARED_BUDGET = 63
 # Targets on an H200.
 AR_OVER_FLOOR = 1.15
 ROUND_OVER_AR = 1.40
 GAP_US = 50.0
+# Goals on an H100.
+ROUND_MS = 9.3  # of the shape GOAL with COMPARED_BUDGET nodes behind the shorter past
+GOAL = "qwen3-8b"
+BEST_OVER_AUTO = 1.03  # tokens per second of the best fixed budget over those of automatic ones, of the packaged pair
+STEP_OVER_GRAPHS = 1.25  # with all slots
 
 
 class Report:
@@ -158,6 +169,42 @@ def measure_pair(name: str, scale: Scale, device: torch.device, report: Report) 
     return result
 
 
+def measure_batches(name: str, scale: Scale, device: torch.device, report: Report) -> dict[str, Any]:
+    """Rounds of many slots of one shape, and steps of the scheduler over all of them."""
+    shape, slots, past = find_shape(name), scale.slots, scale.batch_past
+    length = past + (scale.rounds + 8) * shape.block_size
+    limits = Limits(max_seq_len=length, max_batch=slots, max_tree_budget=63, prefill_chunk=min(256, past))
+    result: dict[str, Any] = {"shape": name, "past": past, "steps": {}}
+    made = report.step(f"{name}: {slots} slots", lambda: random_torch_engine(name, shape, "bf16", limits, device, 0))
+    if made is None:
+        return result
+    engine, _ = made
+    if engine.rounds is not None:
+        report.step(f"{name}: capture", engine.warm_up)
+        rounds = partial(time_batches, engine, past, scale.rounds)
+        result["rounds"] = report.step(f"{name}: rounds of up to {slots} slots", rounds)
+        for method, params in (("ar", {"method": "ar"}), ("ddtree", {"tree_budget": 3})):
+            work = partial(time_steps, engine, slots, scale.rounds, **params)
+            result["steps"][method] = report.step(f"{name}: steps of {slots} slots, {method}", work)
+    engine.close()
+    return result
+
+
+def tokens_per_second(folder: Path, scale: Scale) -> dict[str, float]:
+    """Of the packaged pair by every case of `ddtree-trt bench`, one request at a time."""
+    directory = folder / f"tiny-{scale.precisions[0]}"
+    budgets: tuple[Any, ...] = ("auto", *(1 << bits for bits in range(2, 7 if scale is FULL else 3)))
+    settings = BenchSettings(str(directory), budgets=budgets, limit=scale.prompts, max_tokens=2 * scale.tokens)
+    settings = replace(settings, device_rounds="on")
+    with closing(Session(directory, settings)) as session:
+        samples = measure(session, settings, engine_runs(session, settings)).samples
+    spent, tokens = defaultdict[str, float](float), Counter[str]()
+    for s in samples:
+        spent[s.case] += s.outcome.decode_s
+        tokens[s.case] += s.outcome.output_tokens
+    return {case: tokens[case] / spent[case] for case in tokens}
+
+
 def kernel_check(path: Path) -> dict[str, Any]:
     """The report of the kernels' own check. Raises AssertionError when a part of it failed."""
     found = json.loads(path.read_text())
@@ -188,6 +235,16 @@ def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
                 add(where, "ddtree round over ar step", device["round_ms"] / step_ms, ROUND_OVER_AR)
             if device:
                 add(where, "gap between rounds the host sees, us", device["gap_us"], GAP_US)
+            if device and pair["shape"] == GOAL and run is pair["runs"][0]:
+                add(where, "ddtree round, ms", device["round_ms"], ROUND_MS)
+    for batch in body.get("batches", []):
+        for method, step in batch["steps"].items():
+            if step:
+                where = f"{batch['shape']}, {step['slots']} slots, {method}"
+                add(where, "step over its graphs", step["step_ms"] / step["graphs_ms"], STEP_OVER_GRAPHS)
+    if speeds := body.get("tokens_per_second"):
+        best = max(speed for case, speed in speeds.items() if "@auto" not in case)
+        add("the packaged pair", "best fixed budget over auto", best / speeds["ddtree@auto+device"], BEST_OVER_AUTO)
     return rows
 
 
@@ -225,11 +282,14 @@ def main() -> int:
             report.note("two GPUs", "skipped: there is one")
         else:
             body["two_gpus"] = report.step("two GPUs", partial(check, scale.precisions[0], ranks=2))
+        work = partial(tokens_per_second, Path(folder), scale)
+        body["tokens_per_second"] = report.step("tokens per second", work)
     body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
     for name in shapes:
         body["pairs"].append(measure_pair(name, scale, device, report))
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    body["batches"] = [measure_batches(shapes[0], scale, device, report)]
     body["targets"] = report.step("targets", lambda: targets(body)) or []
     report.note("end", "ok")
     for row in body["targets"]:

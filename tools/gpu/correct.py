@@ -156,8 +156,8 @@ def decode_on_device(engine: Engine, budget: int, bonus: int, tokens: int) -> li
     assert engine.rounds is not None, "asked where the device does rounds"
     output = [bonus]
     while len(output) < tokens:
-        (result,) = engine.rounds.round([RoundRequest(0, output[-1], budget)])
-        output += result.tokens
+        engine.rounds.launch([RoundRequest(0, output[-1], budget)])
+        output += engine.rounds.read().results[0].tokens
     return output
 
 

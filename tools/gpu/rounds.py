@@ -5,17 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.core import EngineCore
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
+from ddtree_trt.runtime.engines.base import AHEAD, DraftRequest, Engine, FinishedRound, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.profile import measure
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
+from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
+from workbench.host import TOKENIZER
 
 
 def synchronize(device: torch.device) -> None:
@@ -23,12 +30,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fill(engine: Engine, tokens: np.ndarray) -> int:
-    """Empty slot 0 and prefill these tokens; returns the target's next token."""
+def fill(engine: Engine, tokens: np.ndarray, slot: int = 0) -> int:
+    """Empty the slot and prefill these tokens; returns the target's next token."""
     chunk = engine.manifest.limits.prefill_chunk
-    engine.truncate(0, 0)
+    engine.truncate(slot, 0)
     for start in range(0, len(tokens), chunk):
-        verdict = engine.prefill(0, tokens[start : start + chunk], rows="last", taps=True)
+        verdict = engine.prefill(slot, tokens[start : start + chunk], rows="last", taps=True)
     return int(verdict.choices[-1])
 
 
@@ -126,63 +133,91 @@ def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dfla
 
 
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) -> dict[str, Any]:
-    """Round times with everything on the device: of rounds launched one after another, of stages as separate graphs,
-    and of the whole loop by the host's clock."""
+    """Round times with everything on the device, launched ahead: of drafts and of the rest by its own clock, and of the
+    whole loop by the host's."""
     past, rounds_of = engine.length(0), engine.rounds
     assert rounds_of is not None, "a block drafter has rounds on the device"
     request = RoundRequest(0, bonus, budget)
-    device_round = rounds_of.made_for([request])
-
-    def restart() -> None:
-        engine.truncate(0, past)
-        device_round.start([request])
-
-    restart()
-    for _ in range(3):
-        device_round.step()
-    restart()
-    round_ms = events_ms(device_round.step, engine.device, rounds)
-
-    restart()
-    device_round.step_by_stages(lambda stage: None)
-    stage_ms = dict.fromkeys(ROUND_STAGES, 0.0)
-    marks: list[Any] = []
-
-    def mark(stage: str = "") -> None:
-        if engine.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks.append((stage, event))
-        else:
-            marks.append((stage, time.perf_counter()))
-
-    for _ in range(rounds):
-        mark()
-        device_round.step_by_stages(mark)
-    synchronize(engine.device)
-    for (_, before), (stage, after) in pairwise(marks):
-        if stage:
-            on_gpu = engine.device.type == "cuda"
-            stage_ms[stage] += (before.elapsed_time(after) if on_gpu else 1e3 * (after - before)) / rounds
-
-    engine.truncate(0, past)
+    while rounds_of.ahead:
+        rounds_of.read()
+    parts: list[tuple[float, float]] = []
     seen: list[float] = []
     lengths: list[int] = []
-    while len(seen) <= rounds:
-        (result,) = rounds_of.round([request])
+    while len(seen) <= rounds + 3:
+        while rounds_of.ahead < AHEAD:
+            rounds_of.launch([request])
+        results, draft_s, rest_s = rounds_of.read()
         seen.append(time.perf_counter())
-        lengths.append(len(result.tokens))
-        request = replace(request, bonus_token=result.tokens[-1])
-    synchronize(engine.device)
+        parts.append((1e3 * draft_s, 1e3 * rest_s))
+        lengths.append(len(results[0].tokens))
     engine.truncate(0, past)
-    visible_ms = 1e3 * (seen[-1] - seen[0]) / max(1, len(seen) - 1)
+    draft_ms, rest_ms = (statistics.median(times) for times in zip(*parts[3:], strict=True))
+    visible_ms = 1e3 * (seen[-1] - seen[3]) / (len(seen) - 4)
     return {
         "budget": budget,
-        "round_ms": round_ms,
-        "stage_ms": stage_ms,
+        "round_ms": draft_ms + rest_ms,
+        "stage_ms": {"draft": draft_ms, "rest": rest_ms},
         "visible_round_ms": visible_ms,
-        "gap_us": 1e3 * (visible_ms - round_ms),
-        "tokens_per_round": statistics.mean(lengths),
+        "gap_us": 1e3 * (visible_ms - draft_ms - rest_ms),
+        "tokens_per_round": statistics.mean(lengths[3:]),
+    }
+
+
+def time_batches(engine: TorchEngine, past: int, rounds: int) -> list[dict[str, float]]:
+    """Milliseconds on the device of rounds of N slots behind `past` tokens with trees of T tokens, of all sizes that
+    have graphs: drafts (of N slots, 0 where there is none) and the rest."""
+    vocab, rounds_of = engine.manifest.target_dims.vocab_size, engine.rounds
+    assert rounds_of is not None, "a block drafter has rounds on the device"
+    rng, slots = np.random.default_rng(0), engine.limits.max_batch
+    bonus = [fill(engine, rng.integers(0, vocab - 1, past), slot) for slot in range(slots)]
+    found = []
+    for n, tokens in rounds_of.shapes.verifications():
+        parts = []
+        for _ in range(rounds + 2):
+            rounds_of.launch([RoundRequest(slot, bonus[slot], tokens - 1) for slot in range(n)])
+            parts.append(rounds_of.read()[1:])
+        draft_ms, rest_ms = (1e3 * statistics.median(times) for times in zip(*parts[2:], strict=True))
+        found.append({"slots": n, "tokens": tokens, "draft_ms": draft_ms, "rest_ms": rest_ms})
+        for slot in range(n):
+            engine.truncate(slot, past)
+    return found
+
+
+def time_steps(engine: TorchEngine, slots: int, steps: int, **params: Any) -> dict[str, float]:
+    """Milliseconds of a scheduler's step over so many requests, and of the graphs in it."""
+    rounds_of, graphs_ms, seen = engine.rounds, list[float](), list[float]()
+    assert rounds_of is not None, "a block drafter has rounds on the device"
+    codec, profile = TextCodec(TOKENIZER, {}), measure(engine)
+    nodes, kind = engine.limits.max_tree_budget, engine.manifest.drafting
+    costs = Costs(profile, nodes, engine.buckets)
+    core = EngineCore(engine, codec, AutoBudgets(costs, nodes, kind.longest_draft), EngineOptions(device_rounds="on"))
+    read = rounds_of.read
+
+    def record() -> FinishedRound:
+        done = read()
+        graphs_ms.append(1e3 * (done.draft_s + done.rest_s))
+        return done
+
+    rounds_of.read = record  # type: ignore[method-assign]
+    wanted = SamplingParams(max_tokens=engine.limits.max_seq_len - 16, ignore_eos=True, **params)
+    requests = [core.maker.make([*range(5, 5 + 8)], wanted) for _ in range(slots)]
+    try:
+        for request in requests:
+            core.add(request)
+        while len(core.scheduler.running) < slots:
+            core.scheduler.step()
+        for _ in range(steps + 3):
+            core.scheduler.step()
+            seen.append(time.perf_counter())
+        del graphs_ms[:-steps]
+    finally:
+        del rounds_of.read
+        for request in requests:
+            core.cancel(request)
+    return {
+        "slots": slots,
+        "step_ms": 1e3 * statistics.median(after - before for before, after in pairwise(seen[2:])),
+        "graphs_ms": statistics.median(graphs_ms),
     }
 
 

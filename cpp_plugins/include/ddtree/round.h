@@ -44,6 +44,18 @@ struct PackedMask {
 };
 Status device_packed_mask(const PackedMask& call, Stream stream);
 
+// The target's token after each node: the largest of its logits, each with noise of the token's own (noise.h) times a
+// temperature, which is none where that is 0; of equal ones the lower id. NaN is where -inf is.
+struct TokenChoice {
+    const float* logits;        // [N, T, V]
+    const int32_t* positions;   // [N, T] of the nodes in the whole sequence: a token is chosen for the one behind
+    const float* temperatures;  // [N]
+    const int64_t* seeds;       // [N]
+    int32_t* choices;           // [N, T]
+    int32_t sequences, tokens, vocabulary;
+};
+Status device_choose(const TokenChoice& call, Stream stream);
+
 // From the root, follows the first child whose token is the target's choice at the current node, while there is one.
 struct TreeWalk {
     const int32_t* parents;    // [N, T]

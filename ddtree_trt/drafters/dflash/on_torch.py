@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import DRAFTER
+from ddtree_trt.device.buffers import CANDIDATES, REACHES
 from ddtree_trt.drafters.dflash.dims import DFlashDims, layer_convolutions
 from ddtree_trt.drafters.dflash.heads import PairHead
 from ddtree_trt.plugins import MaskMode
@@ -30,10 +31,6 @@ from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, target
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, ready_head
-
-# Candidates per position of the captured graphs: a draft takes the next larger number. The last is the largest budget.
-TOP_KS = (1, 16, 64, 256, 1024, 4096)
-REACHES = (3, 7)  # positions of the captured graphs, besides all of them: a draft takes the next larger number
 
 
 class BlockDrafter(BlockOnDevice):
@@ -52,12 +49,13 @@ class BlockDrafter(BlockOnDevice):
         self.model = Network(dims, parts)
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
         self.waiting = torch.zeros(slots, 1 + dims.draft_length, width, dtype=cache.slab.dtype, device=device)
+        self._places = torch.arange(1 + dims.draft_length, device=device)  # in the buffer
         self.counts = [0] * slots  # waiting states of each slot
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
         self._head = dims.pair_head
-        self.top_ks: Sequence[int] | None = TOP_KS if device.type == "cuda" else None  # None: any number
-        longest = self._shapes(slots, TOP_KS[-1], dims.draft_length)
+        self.top_ks: Sequence[int] | None = CANDIDATES if device.type == "cuda" else None  # None: any number
+        longest = self._shapes(slots, CANDIDATES[-1], dims.draft_length)
         self._result = Download(sum(map(math.prod, longest)), device)
 
     @property
@@ -94,10 +92,11 @@ class BlockDrafter(BlockOnDevice):
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
         top_k = self._candidates(max(r.top_k for r in requests))
         reach = self._reach(max(r.length for r in requests))
-        columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
-        arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
-        slot_ids, past, counts, bonus_tokens = self._control.send(*arrays)
-        shapes = self._shapes(len(slots), top_k, reach)
+        padding = self.cache.padding(slots, self.waiting.shape[1] + self.dims.block_size)
+        sent, bonus = [*slots, *padding], [r.bonus_token for r in requests] + [0] * len(padding)
+        columns = (sent, [self.cache.lengths[s] for s in sent], [self.counts[s] for s in sent], bonus)
+        slot_ids, past, counts, bonus_tokens = self._control.send(*(np.array(c, np.int32) for c in columns))
+        shapes = self._shapes(len(sent), top_k, reach)
         sizes = [math.prod(shape) for shape in shapes]
         places = self._result.on_device[: sum(sizes)].split(sizes)
 
@@ -106,7 +105,7 @@ class BlockDrafter(BlockOnDevice):
             for place, values in zip(places, found, strict=True):
                 place.copy_(values.reshape(-1).view(torch.int32))
 
-        self.graphs.run(("draft", len(requests), top_k, reach), work)
+        self.graphs.run(("draft", len(sent), top_k, reach), work)
         parts = np.split(self._result.fetch(sum(sizes)), np.cumsum(sizes[:-1]))
         for slot in slots:
             self.cache.append(slot, self.counts[slot])
@@ -141,22 +140,30 @@ class BlockDrafter(BlockOnDevice):
         return [each, each, *factors]
 
     def warm_up(self, slot: int, budget: int) -> None:
-        trees = sorted({min(nodes, budget) for nodes in (*REACHES, *TOP_KS)})
+        trees = sorted({min(nodes, budget) for nodes in (*REACHES, *CANDIDATES)})
         for top_k, length in [(1, self.dims.draft_length), *((nodes, nodes) for nodes in trees)]:
             self.draft([DraftRequest(slot, 0, top_k, length)])
 
-    def hold(self, slots: Tensor, states: Tensor) -> None:
-        self.waiting[slots.long(), : states.shape[1]] = states
+    def hold(self, slots: Tensor, counts: Tensor, states: Tensor, path: Tensor, lengths: Tensor) -> None:
+        place = self._places - counts[:, None]  # [N, 1 + L]: on the path
+        held = ((place >= 0) & (place < lengths[:, None]))[..., None]
+        nodes = path.gather(1, place.clamp(0, path.shape[1] - 1)).clamp(min=0).long()
+        new = states.gather(1, nodes[..., None].expand(-1, -1, states.shape[2])).to(self.waiting.dtype)
+        self.waiting.index_copy_(0, slots.long(), torch.where(held, new, self.waiting.index_select(0, slots)))
 
-    def advance(self, slot: int, committed: int, *, waiting: int) -> None:
-        self.cache.append(slot, self.counts[slot] + committed - waiting)
-        self.counts[slot] = waiting
+    def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
+        if absorbed:
+            self.cache.append(slot, self.counts[slot])
+            self.counts[slot] = 0
+        self.counts[slot] += held
 
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int, reach: int
     ) -> tuple[Tensor, ...]:
         """The result is that of `Network.block`."""
         self.model.absorb(self.waiting.index_select(0, slots), Place(slots, past))
+        if not reach:
+            return ()
         return self.model.block(bonus_tokens, Place(slots, past + counts), top_k, reach)
 
 

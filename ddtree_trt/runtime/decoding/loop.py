@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +20,8 @@ from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, Decision, Roun
 from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.sampling import logprob
 from ddtree_trt.runtime.engines.base import (
+    AHEAD,
+    DeviceRounds,
     Draft,
     DraftRequest,
     Engine,
@@ -38,7 +39,7 @@ from ddtree_trt.runtime.tree import EMPTY, DraftTree, TokenTree, compile_tree, d
 Path = NDArray[np.int32]
 NOTHING = Proposal(EMPTY)
 _ROOT = np.zeros(1, np.int32)
-_SLOT = attrgetter("slot")
+_SLOT, _ON_DEVICE = attrgetter("slot"), attrgetter("on_device")
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,6 @@ class _SlotRound(_Part):
         length = min(self.ceiling, s.budget.levels or self.ceiling)
         return DraftRequest(self.slot, self.root_token, k, length, s.sampler.draft)
 
-    def round_request(self) -> RoundRequest:
-        params, sampler = self.sequence.params, self.sequence.sampler
-        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise.target_seed)
-
     def propose(self, draft: Draft) -> None:
         s = self.sequence
         constrained = s.sampler.constrained and not s.method.draws
@@ -136,13 +133,6 @@ class _SlotRound(_Part):
         matcher = self.sequence.sampler.matcher
         assert matcher is not None, "only constrained sequences ask"
         return allowed_part(tree, matcher)
-
-    def take(self, result: RoundResult, engine: Engine) -> None:
-        """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
-        emitted = self.sequence.extend(result.tokens)
-        self.sequence.metrics.add_round(emitted, result.nodes, self.decision)
-        if emitted < len(result.tokens):
-            engine.truncate(self.slot, self.past + emitted)
 
     def walk(self, verdict: Verdict) -> None:
         """Walk the verified tree and emit the target's tokens: `path` is the accepted one [m], root first.
@@ -201,33 +191,104 @@ def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
 def decode_round(
     engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: Iterable[PromptChunk] = ()
 ) -> None:
-    """Advance sequences by one round, in the same passes. All of them run on the device, or all by stages; each holds a
-    slot and has a bonus token that is not yet in the cache. `chunks`: prompts of other slots, advanced in the same pass
-    of an engine that mixes them with trees."""
-    if sequences and sequences[0].on_device:
-        _round_on_device(engine, sequences, clock)
-    else:
-        _round_by_stages(engine, sequences, clock, list(chunks))
+    """Advance sequences by one round, in the same passes: on the device if all can be, else by stages, since a second
+    pass over the weights takes longer. Each holds a slot and has a bonus token that is not yet in the cache. `chunks`:
+    prompts of other slots, advanced in the same pass of an engine that mixes them with trees."""
+    rounds, chunks = engine.rounds, list(chunks)
+    if rounds is not None and sequences and all(map(_ON_DEVICE, sequences)):
+        with clock(DEVICE_ROUND):
+            _round_on_device(engine, rounds, sequences)
+        return
+    if rounds is not None and rounds.ahead:
+        with clock(DEVICE_ROUND):
+            while rounds.ahead:
+                _read(engine, rounds)
+        sequences = [s for s in sequences if s.finish_reason is None]
+    if sequences or chunks:
+        _round_by_stages(engine, sequences, clock, chunks)
 
 
 def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
     """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
     slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-    states = [(part.sequence, part.past, engine.unseen(part.slot)) for part in slot_rounds]
-    budgets = RoundPlan(
-        [SlotInput(s.budget, past, s.max_tokens - len(s.output), s.drafts, unseen) for s, past, unseen in states]
-    )
+    inputs = []
+    for part in slot_rounds:
+        s = part.sequence
+        unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
+        inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
+    budgets = RoundPlan(inputs)
     for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
         part.ceiling = ceiling
     return slot_rounds, budgets
 
 
-def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
-    assert engine.rounds is not None, "routing sends sequences here only where the engine has device rounds"
-    with clock(DEVICE_ROUND):
-        slot_rounds, _ = _by_slot(engine, sequences)
-        results = engine.rounds.round([part.round_request() for part in slot_rounds])
-        each(slot_rounds, "take", results, repeat(engine, len(results)))
+def _round_on_device(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> None:
+    """Launch what may be launched, and emit the tokens of the oldest round under way."""
+    done = 0
+    while not done:  # sequences that have left may have been alone in a round
+        while rounds.ahead < AHEAD and _launch(engine, rounds, sequences):
+            pass
+        done = _read(engine, rounds)
+
+
+def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> bool:
+    """Begin a round of all sequences that go on behind those under way; False if there are none. Automatic budgets are
+    chosen by what the rounds read so far have shown."""
+    slots = [s.slot for s in sequences if s.slot is not None]  # all have one
+    inputs, going = [], []
+    for s, slot, ahead in zip(sequences, slots, rounds.launchable(slots), strict=True):
+        left = s.max_tokens - len(s.output) - ahead  # a round makes a token at least
+        if left > 0 <= ahead:
+            unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
+            inputs.append(SlotInput(s.budget, engine.length(slot), left, s.drafts, unseen))
+            going.append((s, slot))
+    if not going:
+        return False
+    plan = RoundPlan(inputs, ahead=True)
+    longest, requests = engine.manifest.drafting.longest_draft, []
+    for place, ((s, slot), nodes) in enumerate(zip(going, plan.ceilings(), strict=True)):
+        params, chain = s.params, not s.method.branches
+        budget, looks = min(nodes, longest) if chain else nodes, plan.decisions[place] is not None
+        seed, tag = s.sampler.noise.target_seed, (s, plan, place)
+        requests.append(
+            RoundRequest(slot, s.bonus_token, budget, params.temperature, seed, chain, s.drafts, looks, tag)
+        )
+    rounds.launch(requests)
+    return True
+
+
+def _read(engine: Engine, rounds: DeviceRounds) -> int:
+    """Emit the tokens of the oldest round under way; returns of how many sequences."""
+    results, draft_s, rest_s = rounds.read()
+    for result in results:
+        sequence = result.request.tag[0]
+        try:
+            _take(engine, result)
+        except Exception as error:
+            sequence.abort(error)
+    if results:
+        plan, nodes = results[0].request.tag[1], [result.nodes for result in results]
+        if len(nodes) == len(plan.decisions):
+            plan.took(draft_s, rest_s, nodes)
+    return len(results)
+
+
+def _take(engine: Engine, result: RoundResult) -> None:
+    """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
+    request, tokens, nodes, drafted = result
+    s, plan, place = request.tag
+    emitted = s.extend(tokens)
+    decision = plan.decisions[place]
+    s.metrics.add_round(emitted, nodes, decision)
+    s.metrics.rounds_on_device += 1
+    if decision is not None:
+        tree, path = EMPTY, _ROOT
+        if drafted is not None:
+            tree, more, path = drafted
+            plan.weigh(place, more)
+        s.budget.observe(decision, tree, path[:emitted], ends=s.finish_reason is not None)
+    if emitted < len(tokens):
+        engine.truncate(request.slot, engine.length(request.slot) - len(tokens) + emitted)
 
 
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: list[PromptChunk]) -> None:

@@ -88,7 +88,7 @@ class Method:
     weighs_costs: bool = False  # the budget `auto` is chosen by the costs of rounds; else it is the whole draft
     branches: bool = False  # makes trees, which are measured at several budgets; else chains
     draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on the drafts
-    host_reason: str | None = "builds no tree"  # why its rounds cannot stay on the device; None: they can
+    host_reason: str | None = None  # why its rounds cannot stay on the device; None: they can
 
     @property
     def drafts(self) -> bool:
@@ -120,7 +120,6 @@ DDTREE = Method(
     candidates=lambda budget, stochastic: budget,
     weighs_costs=True,
     branches=True,
-    host_reason=None,
 )
 DFLASH = Method(
     name="dflash",
@@ -141,6 +140,7 @@ DFLASH_SAMPLE = Method(
     propose=_drawn_chain,
     candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
     draws=True,
+    host_reason="draws its drafts",
 )
 DRAFT_MODEL = Method(
     name="draft-model",
@@ -150,6 +150,7 @@ DRAFT_MODEL = Method(
     candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
     weighs_costs=True,
     draws=True,
+    host_reason="draws its drafts",
 )
 
 EAGLE = Method(

@@ -2,7 +2,7 @@
 
 A token is drawn as the argmax of log-weight + Gumbel noise, where the noise belongs to (seed, position, token id): the
 draw does not depend on the tree the token is found in, and a difference by rounding changes it at near ties only. The
-rule is in `cpp_plugins/include/ddtree/noise.h`; `runtime/engines/torch/device_round.py` is the same on a device.
+rule is in `cpp_plugins/include/ddtree/noise.h`, for host and device.
 
 The target's draws, the drafter's draws, the decisions to keep drafted tokens and the draws in place of rejected ones
 each have a separate seed. No number is used twice: a position is emitted once, and the drafter's noise also depends on

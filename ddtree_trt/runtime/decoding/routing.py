@@ -81,10 +81,8 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
     budget, method = params.tree_budget, METHODS[params.method]
     if method.host_reason is not None:
         return f"method {method.name!r} {method.host_reason}"
-    if budget == "auto":
-        return "tree_budget 'auto' weighs every tree on the host: give a number"
-    if not 1 <= budget <= MAX_DEVICE_BUDGET:
-        return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
+    if budget != "auto" and method.branches and budget > MAX_DEVICE_BUDGET:
+        return f"the device builds trees of {MAX_DEVICE_BUDGET} nodes at most, not of {budget}"
     if watched:
         return "its trees are watched, and a tree on the device is not seen"
     if names := _not_honoured(params):

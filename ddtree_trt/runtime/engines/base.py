@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.candidates import Candidates
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import DraftTree, TokenTree
 
 LogitRows = Literal["none", "last", "all"]
 
@@ -95,31 +95,64 @@ class Verdict:
     logits: Rows  # [R, V]
 
 
-@dataclass(frozen=True)
-class RoundRequest:
-    """A whole round of one slot on the device, by method `ddtree`."""
+class RoundRequest(NamedTuple):
+    """One slot's part in a round on the device."""
 
     slot: int
-    bonus_token: int
-    budget: int  # draft nodes, 1 or more
+    bonus_token: int  # read where no round of the slot is under way
+    budget: int  # most draft nodes; 0: none are drafted
     temperature: float = 0.0  # 0 is greedy
     seed: int = 0  # int64: draws at a temperature are a function of seed, position and token
+    chain: bool = False  # the tree is the chain of the most probable tokens
+    taps: bool = True  # False when the slot will never be drafted for
+    looks: bool = False  # whether its result has what was drafted
+    tag: Any = None  # the caller's
 
 
-@dataclass(frozen=True)
-class RoundResult:
+class RoundResult(NamedTuple):
+    """A round of one slot, committed."""
+
+    request: RoundRequest
     tokens: list[int]  # [m]: the target's choices along the accepted path; the last is the next bonus token
     nodes: int  # draft nodes verified
+    # Where the request looks and something was drafted, the tree; the nodes of a larger one, of which only log-weights
+    # and depths are given; and the accepted path [m], root first.
+    drafted: tuple[DraftTree, DraftTree, NDArray[np.int32]] | None = None
+
+
+class FinishedRound(NamedTuple):
+    results: list[RoundResult]
+    draft_s: float  # seconds on the device: of drafts
+    rest_s: float  # of all else
 
 
 class DeviceRounds(Protocol):
-    """Rounds without the host: drafts, trees and logits stay on the device."""
+    """Rounds without the host: drafts, trees and logits stay on the device. Some are launched before the host has read
+    those before them, and each slot takes part from the next launch on. Any other call for a slot, and `leave`, forgets
+    what was launched for it: a slot then holds the tokens of the rounds that were read."""
 
     by_default: bool  # whether the mode `auto` uses them on this device
 
-    def round(self, requests: Sequence[RoundRequest]) -> list[RoundResult]:
-        """One round of every slot, committed: each slot then holds all tokens before the last of its result. The engine
-        may have launched the next round already; that has no effect on other calls for a slot."""
+    @property
+    def ahead(self) -> int:
+        """Rounds that were launched and not yet read, at most AHEAD."""
+
+    def launchable(self, slots: Sequence[int]) -> list[int]:
+        """Rounds of each slot that are under way, or −1 where it has no room for another until they are read."""
+
+    def launch(self, requests: Sequence[RoundRequest]) -> None:
+        """Begin a round of these slots, each behind those it has under way. Raises EngineError for a slot without room
+        for it."""
+
+    def read(self) -> FinishedRound:
+        """The oldest round under way, of the slots that have not left it: each then holds all tokens before the last of
+        its result."""
+
+    def leave(self, slot: int) -> None:
+        """Forget what was launched for the slot and not read."""
+
+
+AHEAD = 2  # rounds under way: the host reads one while the device makes the next
 
 
 class Engine(Protocol):

@@ -29,7 +29,7 @@ from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import Between, Source, read_json, read_record
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 COSTLY = 8.0  # sizes are timed until one takes this many single-token passes: larger ones cannot pay
@@ -79,7 +79,18 @@ def _fill(engine: Engine, slot: int, context: int) -> None:
 
 def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -> tuple[float, float]:
     """(draft, verify) seconds of one round, which drafts `length` positions, in the order of decoding, since earlier
-    work decides the contents of the processor's caches."""
+    work decides the contents of the processor's caches. Of rounds on the device, where they are the default, by its
+    clock."""
+    rounds = engine.rounds if engine.rounds is not None and engine.rounds.by_default else None
+    if rounds is not None:
+        while rounds.ahead:
+            rounds.read()
+        for nodes in (max(tokens - 1, 1), tokens - 1):
+            rounds.launch([RoundRequest(slot, 1, nodes) for slot in range(slots)])
+        draft_s, verify_s = rounds.read().draft_s, rounds.read().rest_s
+        for slot in range(slots):
+            engine.truncate(slot, context)
+        return draft_s, verify_s
     _verify(engine, slots, 1)
     for slot in range(slots):
         engine.commit(slot, np.zeros(1, np.int32), taps=True)
@@ -108,7 +119,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-VERSION = 7  # 7: coarse, with corrections by half powers of two of tree tokens and the price of a prompt's tokens
+VERSION = 8  # 8: of rounds on the device, where engines make them
 CONTEXTS = (64, 512)  # tokens
 TREE_TOKENS = (1, 2, 5, 17, 65, 257, 1025)
 _log = logging.getLogger(__name__)

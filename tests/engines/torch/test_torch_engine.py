@@ -15,7 +15,7 @@ from engine_builds import CHATS, PACKAGED, build_torch_engine
 
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check.run import check_engine
-from ddtree_trt.device.buffers import buckets
+from ddtree_trt.device.buffers import tree_sizes
 from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import QWEN3_5
@@ -103,7 +103,7 @@ def test_what_a_graph_would_replay_is_all_that_changes(
     with LLM(directory) as llm:
         engine = llm.engine
         assert isinstance(engine, TorchEngine) and isinstance(engine.drafter, BlockDrafter)
-        engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
+        engine.target.buckets = tree_sizes(engine.limits.max_tokens_per_pass)
         replayed.clear()
         for options in ({"method": "dflash"}, {"method": "ddtree", "tree_budget": 20}):
             assert outputs(llm, prompts, **options) == plain
@@ -121,7 +121,7 @@ def test_a_hybrid_at_the_sizes_of_a_gpu(precision: str, tmp_path: Path, replayed
     with LLM(tmp_path / "e", threads=1) as llm:
         engine = llm.engine
         assert isinstance(engine, TorchEngine) and engine.rounds is None
-        engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
+        engine.target.buckets = tree_sizes(engine.limits.max_tokens_per_pass)
         for drawn in ({}, {"temperature": 1.0, "seed": 4}):
             expected = outputs(llm, prompts, method="ar", **drawn)
             found = outputs(llm, prompts, method="ddtree", tree_budget=20, **drawn)

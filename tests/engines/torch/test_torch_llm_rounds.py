@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_builds import CHATS, ROWS
 from typer.testing import CliRunner
@@ -25,8 +26,8 @@ TOKENS = 60
 SLOTS = 3
 
 
-def greedy(budget: int = 16, **options: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": TOKENS, "method": "ddtree", "tree_budget": budget, **options})
+def greedy(tree_budget: int | str = 16, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": TOKENS, "method": "ddtree", "tree_budget": tree_budget, **options})
 
 
 def rounds_of(llm: LLM) -> TorchRounds:
@@ -63,28 +64,42 @@ def plain(host: LLM, prompts: list[Any]) -> dict[bool, list[Any]]:
     return {going: alone(going) for going in (False, True)}
 
 
-def lose_the_device(requests: Sequence[RoundRequest]) -> None:
+def lose_the_device(requests: Sequence[RoundRequest] = ()) -> None:
     raise EngineError("the device is gone")
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    **{f"{nodes} nodes": {"tree_budget": nodes} for nodes in (1, 16, 64)},
+    "ar": {"method": "ar", "tree_budget": "auto"},
+    "dflash": {"method": "dflash", "tree_budget": "auto"},
+    "dflash 5": {"method": "dflash", "tree_budget": 5},
+    "no drafts": {"tree_budget": 0},
+    "auto": {"tree_budget": "auto"},
+}
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
-@pytest.mark.parametrize("budget", [1, 16, 64])
+@pytest.mark.parametrize("kind", KINDS)
 def test_output_is_the_hosts_and_that_of_ar(
-    host: LLM, device: LLM, prompts: list[Any], plain: dict[bool, list[Any]], budget: int, ignore_eos: bool
+    host: LLM, device: LLM, prompts: list[Any], plain: dict[bool, list[Any]], kind: str, ignore_eos: bool
 ) -> None:
-    """Tokens, text, reason and acceptance of every round, for more prompts than slots; caches that are left behind
-    hold what they say."""
+    """Tokens, text, reason and, of fixed budgets, acceptance of every round, for more prompts than slots; caches that
+    are left behind hold what they say."""
     assert len(prompts) > SLOTS
-    wanted = host.generate(prompts, greedy(budget, ignore_eos=ignore_eos))
-    found = device.generate(prompts, greedy(budget, ignore_eos=ignore_eos))
+    params = greedy(**KINDS[kind], ignore_eos=ignore_eos)
+    wanted, found = host.generate(prompts, params), device.generate(prompts, params)
     for ar, a, b in zip(plain[ignore_eos], wanted, found, strict=True):
         assert ar.outputs == a.outputs == b.outputs
-        assert a.metrics.acceptance_lengths == b.metrics.acceptance_lengths
-        assert a.metrics.budgets == b.metrics.budgets
+        if kind != "auto":
+            assert a.metrics.acceptance_lengths == b.metrics.acceptance_lengths
+            assert a.metrics.budgets == b.metrics.budgets
         assert (a.metrics.on_device, a.metrics.why_host) == (False, "device_rounds is off")
         assert (b.metrics.on_device, b.metrics.why_host) == (True, None)
+        assert b.metrics.rounds_on_device == b.metrics.rounds
         assert b.metrics.stage_s["device_round"] > 0 == b.metrics.stage_s["verify"]
-    assert sum(o.metrics.accepted_tokens for o in found) > 0
+    drafts = kind not in ("ar", "no drafts")
+    assert (sum(o.metrics.accepted_tokens for o in found) > 0) is drafts
+    assert (sum(o.metrics.automatic.drafted for o in found) > 0) is (kind == "auto")
     assert {o.outputs[0].finish_reason for o in found} >= ({"length"} if ignore_eos else {"stop"})
 
 
@@ -114,30 +129,46 @@ def mixed(device: LLM, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_both_kinds_share_a_batch(host: LLM, device: LLM, prompts: list[Any], mixed: Any) -> None:
-    """Of one engine's slots some decode on the device and some by stages; nobody notices, and neither has a part in the
-    other's stage times."""
-    wanted = [greedy(16), greedy(16, logprobs=1), greedy(40), greedy(8, frequency_penalty=0.3), greedy(3)]
-    expected, found = (llm.generate(prompts[:5], wanted) for llm in (host, device))
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
-    assert [o.metrics.on_device for o in found] == [True, False, True, False, True]
-    assert found[1].metrics.why_host == "logprobs works on logits, which stay on the device"
-    for metrics in (output.metrics for output in found):
-        assert (metrics.stage_s["device_round"] > 0) is metrics.on_device
-        assert all((metrics.stage_s[stage] > 0) is not metrics.on_device for stage in ROUND_STAGES)
+def test_one_that_cannot_be_on_the_device_has_the_others_beside_it(
+    host: LLM, device: LLM, prompts: list[Any], mixed: Any
+) -> None:
+    """In one pass over the weights; before and after it they are on the device, and nobody notices."""
+    wanted = [greedy(16), greedy("auto"), greedy(16, logprobs=1, max_tokens=12)]
+    expected = host.generate(prompts[:3], wanted)
+    verified: list[int] = []
+    verify = device.engine.verify
+
+    def record(requests: Any) -> Any:
+        verified.append(len(requests))
+        return verify(requests)
+
+    mixed.setattr(device.engine, "verify", record)
+    parts = [device.stream(prompts[i], wanted[i]) for i in (0, 1)]
+    said = [next(part).outputs[0].token_ids for part in parts]
+    said[0] += next(parts[0]).outputs[0].token_ids
+    assert not verified
+    (third,) = device.generate(prompts[2:3], wanted[2])
+    assert set(verified) == {3} and third.metrics.why_host == "logprobs works on logits, which stay on the device"
+    rest = [list(part) for part in parts]
+    for tokens, more, output in zip(said, rest, expected[:2], strict=True):
+        assert tokens + [t for part in more for t in part.outputs[0].token_ids] == output.outputs[0].token_ids
+        metrics = more[-1].metrics
+        assert metrics.on_device and 0 < metrics.rounds_on_device < metrics.rounds
+        assert all(metrics.stage_s[stage] > 0 for stage in ("device_round", *ROUND_STAGES))
+    assert third.outputs[0].token_ids == expected[2].outputs[0].token_ids
+    assert third.metrics.rounds_on_device == 0
 
 
-def test_a_failing_round_ends_those_in_it(host: LLM, device: LLM, prompts: list[Any], mixed: Any) -> None:
+@pytest.mark.parametrize("verb", ["launch", "read"])
+def test_a_failing_round_ends_those_in_it(host: LLM, device: LLM, prompts: list[Any], mixed: Any, verb: str) -> None:
     """And leaves an engine that works."""
-    wanted = [greedy(16), greedy(16, logprobs=1)]
-    parts = [device.stream(prompt, params) for prompt, params in zip(prompts, wanted, strict=False)]
+    parts = [device.stream(prompt, greedy()) for prompt in prompts[:2]]
     assert next(parts[0]) and next(parts[1])
     with mixed.context() as patch:
-        patch.setattr(rounds_of(device), "round", lose_the_device)
-        said = [token for part in parts[1] for token in part.outputs[0].token_ids]
-        with pytest.raises(EngineError, match="the device is gone"):
-            list(parts[0])
-    assert host.generate(prompts[1], wanted[1])[0].outputs[0].token_ids[-len(said) :] == said
+        patch.setattr(rounds_of(device), verb, lose_the_device)
+        for part in parts:
+            with pytest.raises(EngineError, match="the device is gone"):
+                list(part)
     assert device.core.scheduler.free_slots == SLOTS
     assert device.generate(prompts[0], greedy())[0].outputs == host.generate(prompts[0], greedy())[0].outputs
 
@@ -201,14 +232,13 @@ def test_a_sequence_may_fill_its_slot(host: LLM, device: LLM, prompts: list[Any]
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"method": "ar", "tree_budget": "auto"}, "method 'ar' builds no tree"),
-        ({"method": "dflash", "tree_budget": 8}, "method 'dflash' builds no tree"),
-        ({"tree_budget": "auto"}, "tree_budget 'auto' weighs every tree on the host: give a number"),
-        ({"tree_budget": 0}, "the device builds trees of 1 to 1024 nodes, not of 0"),
+        ({"method": "dflash-sample", "tree_budget": 8}, "method 'dflash-sample' draws its drafts"),
+        ({"logprobs": 1}, "logprobs works on logits, which stay on the device"),
+        ({"presence_penalty": 0.5, "min_tokens": 3}, "min_tokens, presence_penalty work on logits"),
     ],
 )
-def test_other_trees_are_refused(device: LLM, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UsageError, match=f"device_rounds is on, but {reason}; use auto or off"):
+def test_others_are_refused(device: LLM, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"device_rounds is on, but {reason}.*; use auto or off"):
         device.generate("Once", SamplingParams(**{"method": "ddtree", "tree_budget": 8, **options}))
 
 
@@ -226,8 +256,8 @@ def test_auto_asks_the_engine(directory: Path) -> None:
         rounds_of(llm).by_default = True
         (output,) = llm.generate("Once", greedy(max_tokens=4))
         assert output.metrics.on_device and output.metrics.why_host is None
-        (output,) = llm.generate("Once", SamplingParams(max_tokens=4))
-        assert output.metrics.why_host == "tree_budget 'auto' weighs every tree on the host: give a number"
+        (output,) = llm.generate("Once", SamplingParams(max_tokens=4, logprobs=1))
+        assert output.metrics.why_host == "logprobs works on logits, which stay on the device"
         assert output.metrics.to_dict()["on_device"] is False
 
 
@@ -255,13 +285,13 @@ def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Pa
     assert "did not stay on the device: there is no GPU" in run(*asked, "--tree-budget", "8", "--show-tree").output
     for words, message in (
         ((*on, "--show-tree"), "its trees are watched"),
-        ((*asked, "--device-rounds", "on"), "tree_budget 'auto' weighs every tree on the host"),
+        ((*asked, "--device-rounds", "on", "--min-p", "0.1", "--temperature", "1"), "min_p works on logits"),
         ((*asked, "--device-rounds", "maybe"), "'maybe' is not one of 'auto', 'on', 'off'"),
     ):
         refused = run(*words)
         assert refused.exit_code == 2 or isinstance(refused.exception, UsageError)
         assert message in f"{refused.output}{refused.exception}"
-    assert "on a GPU, method ddtree with a fixed budget" in run("inspect").output
+    assert "on a GPU, methods ar, dflash and ddtree" in run("inspect").output
     other = CliRunner().invoke(app, ["inspect", str(tiny_engine)])
     assert "none: the onnxruntime backend builds trees on the host" in other.output
 
@@ -269,19 +299,60 @@ def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Pa
 # At a temperature
 
 
-@pytest.mark.parametrize(("temperature", "budgets"), [(0.7, (16,)), (2.0, (2, 16))])
+@pytest.mark.parametrize(("temperature", "budgets"), [(0.7, (16, "auto")), (2.0, (2, 16))])
 def test_device_and_host_draw_the_same_tokens(
-    device: LLM, host: LLM, prompts: list[Any], temperature: float, budgets: tuple[int, ...]
+    device: LLM, host: LLM, prompts: list[Any], temperature: float, budgets: tuple[int | str, ...]
 ) -> None:
     """One rule: with one seed, rounds on the device, by stages and without drafts give one text, and another seed gives
     another."""
-    wanted = [greedy(budget, temperature=temperature, seed=1, max_tokens=60, n=2) for budget in budgets]
-    alone = SamplingParams(**{**vars(wanted[0]), "method": "ar", "tree_budget": "auto"})
+    drawn = {"temperature": temperature, "seed": 1, "max_tokens": 60, "n": 2}
+    wanted = [greedy(budget, **drawn) for budget in budgets]
+    wanted += [greedy("auto", method=method, **drawn) for method in ("ar", "dflash")]
     outputs = [device.generate(prompts[:3], params) for params in wanted]
     assert all(output.metrics.on_device for each in outputs for output in each)
-    outputs += [host.generate(prompts[:3], params) for params in (wanted[-1], alone)]
+    outputs += [host.generate(prompts[:3], params) for params in wanted[1:3]]
     tokens = [[c.token_ids for output in each for c in output.outputs] for each in outputs]
     assert tokens == [tokens[0]] * len(tokens)
     assert tokens[0][0] != tokens[0][1], "completions of one prompt"
     (other,) = device.generate(prompts[0], greedy(temperature=temperature, seed=2))
     assert other.outputs[0].token_ids != tokens[0][0]
+
+
+# Automatic budgets
+
+
+def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
+    device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is expected of drafts, of rounds of the same sizes: here of 15 nodes, one request at a time."""
+    from ddtree_trt.runtime.decoding.budget import policy
+
+    seen: dict[str, list[Any]] = {}
+    observe = policy.AutoBudget.observe
+
+    def record(self: Any, decision: Any, tree: Any, path: Any, **how: Any) -> None:
+        observe(self, decision, tree, path, **how)
+        seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._recent[:3].copy()))
+
+    def always(self: Any) -> Any:
+        self._drafting = self._gaining = list(self._autos)
+        for i in self._drafting:
+            self._nodes[i] = 15
+            self._decide(i, 15, 5.0, 0.0)
+        return self._nodes
+
+    monkeypatch.setattr(policy.AutoBudget, "observe", record)
+    monkeypatch.setattr(policy.RoundPlan, "ceilings", always)
+    monkeypatch.setattr(policy.RoundPlan, "choose", lambda plan, trees: [
+        0 if t is None else (plan._autos[i].weigh(t, plan._deepest[i]), 15)[1] for i, t in enumerate(trees)
+    ])  # fmt: skip
+    for where, llm in (("device", device), ("host", host)):
+        seen[where] = []
+        for prompt in prompts[:2]:
+            llm.generate(prompt, greedy("auto"))
+    drafted = [[each for each in seen[where] if each[0]] for where in ("device", "host")]
+    assert len(drafted[0]) > 5
+    for found, wanted in zip(*drafted, strict=True):
+        assert found[:2] == wanted[:2]
+        np.testing.assert_allclose(found[2], wanted[2], rtol=1e-4)
+        np.testing.assert_allclose(found[3], wanted[3], rtol=1e-4)

@@ -24,7 +24,6 @@ from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import OPERATORS, Attention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import Pointwise, rotary_tables
-from ddtree_trt.runtime.engines.torch.target import SlotClaims
 from workbench.random_pair import find_shape, random_torch_engine
 
 CPU = torch.device("cpu")
@@ -256,17 +255,6 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(torch_attention, "find", lambda name: tmp_path / name)
     with pytest.raises(MissingDependency, match="older than this version: no swiglu; run `make plugins`"):
         torch_attention.load_operators()
-
-
-def test_a_later_claim_of_a_slot_ends_an_earlier_one() -> None:
-    claims = SlotClaims(3)
-    first = claims.take([0, 1])
-    other = claims.take([2])
-    assert claims.holds(first, [0, 1]) and claims.holds(other, [2])
-    assert not claims.holds(first, [2]) and not claims.holds(first, [0, 2])
-    second = claims.take([1, 2])
-    assert claims.holds(second, [1, 2]) and claims.holds(first, [0])
-    assert not claims.holds(first, [0, 1]) and not claims.holds(other, [2])
 
 
 def test_equal_shapes_go_up_to_equal_addresses() -> None:

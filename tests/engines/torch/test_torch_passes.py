@@ -14,8 +14,7 @@ from drafts import marginals
 from engine_builds import PACKAGED, build_torch_engine
 from numerics import path_to, random_tree
 
-from ddtree_trt.device.buffers import buckets
-from ddtree_trt.drafters.dflash.on_torch import TOP_KS
+from ddtree_trt.device.buffers import CANDIDATES, tree_sizes
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5
 from ddtree_trt.plugins import MaskMode
@@ -74,7 +73,7 @@ def test_a_draft_has_the_candidates_that_were_asked_for(
     engine: TorchEngine, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever numbers the graph was captured for; those of several requests come from one pass."""
-    monkeypatch.setattr(engine.drafter, "top_ks", TOP_KS if captured else None)
+    monkeypatch.setattr(engine.drafter, "top_ks", CANDIDATES if captured else None)
     fill(engine, (9, 12))
 
     def draft(*asked: tuple[int, int]) -> list[Any]:
@@ -94,7 +93,8 @@ def test_a_draft_has_the_candidates_that_were_asked_for(
 def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By rounds on the host and on the device."""
+    """By rounds on the host; on the device by the next of few numbers, of trees of twice the size where they are looked
+    at."""
     rows: list[int] = []
 
     class Recorded(Products):
@@ -107,10 +107,14 @@ def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
     longest = engine.manifest.drafting.dims.draft_length
     for nodes, reach in ((1, 1), (3, 3), (2 * longest, longest)):
         engine.draft([DraftRequest(slot, 5, nodes, nodes) for slot in (0, 1)])
-        assert engine.rounds is not None
-        engine.rounds.round([RoundRequest(slot, 5, nodes) for slot in (0, 1)])
         assert rows and set(rows) == {2 * reach}
         rows.clear()
+        assert engine.rounds is not None
+        for looks, wanted in ((False, nodes), (True, 2 * nodes)):
+            engine.rounds.launch([RoundRequest(slot, 5, nodes, looks=looks) for slot in (0, 1)])
+            engine.rounds.read()
+            assert rows == [2 * next(r for r in (3, 7, longest) if min(wanted, longest) <= r)]
+            rows.clear()
 
 
 def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
@@ -175,9 +179,9 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
 
     monkeypatch.setattr(Graphs, "run", record)
     limits, device = engine.limits, engine.device
-    sizes = buckets(limits.max_tokens_per_pass)
+    sizes = tree_sizes(limits.max_tokens_per_pass)
     monkeypatch.setattr(engine.target, "buckets", sizes)
-    monkeypatch.setattr(engine.drafter, "top_ks", TOP_KS)
+    monkeypatch.setattr(engine.drafter, "top_ks", CANDIDATES)
     engine.warm_up()
     assert not captured  # a CPU captures nothing
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
@@ -220,8 +224,6 @@ def test_the_kernels_are_called_right(
             np.testing.assert_allclose(found[slot].logits, expected[slot].logits, atol=error * scale)
         for engine in (plain, kernels):
             commit(engine, trees)
-    if pair != "hybrid":
-        assert kernels.rounds is not None and kernels.rounds.made_for([RoundRequest(0, 0, 16)]) is not None
 
 
 @pytest.mark.parametrize("kind", ["drafter", "dspark", "eagle3"])

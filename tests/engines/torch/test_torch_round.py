@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ import kernel_reference as plugin_reference
 import numpy as np
 import pytest
 import torch
+from drafts import marginals
 from engine_builds import CHATS, PACKAGED, build_torch_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree_trt.device.buffers import buckets
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
-from ddtree_trt.runtime.engines.torch.device_round import DeviceRound, HostOps, KernelOps
+from ddtree_trt.runtime.engines.base import AHEAD, DraftRequest, RoundRequest, RoundResult, VerifyRequest
+from ddtree_trt.runtime.engines.torch.device_round import HostOps, KernelOps
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import token_chain
+from ddtree_trt.runtime.tree import best_tree, token_chain
 
 TOKENS = 50
 
@@ -45,18 +46,37 @@ def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]
         return request.param, llm.generate(prompts, params)
 
 
-def decode(engine: TorchEngine, bonus: list[int], tokens: int, **request: Any) -> tuple[list[Any], list[Any]]:
-    """Rounds of slots 0, 1, … until one of them has so many tokens: the tokens of each, and how many by round."""
+def rounds_of(engine: TorchEngine) -> TorchRounds:
     assert engine.rounds is not None
-    request = {"budget": 16, **request}
-    requests = [RoundRequest(slot, token, **request) for slot, token in enumerate(bonus)]
+    return engine.rounds
+
+
+def ask(bonus: Sequence[int], **request: Any) -> list[RoundRequest]:
+    """Of slots 0, 1, …"""
+    return [RoundRequest(slot, token, **{"budget": 16, **request}) for slot, token in enumerate(bonus)]
+
+
+def one_round(engine: TorchEngine, requests: list[RoundRequest]) -> list[RoundResult]:
+    rounds_of(engine).launch(requests)
+    return rounds_of(engine).read().results
+
+
+def decode(
+    engine: TorchEngine, bonus: Sequence[int], tokens: int, *, ahead: int = AHEAD, **request: Any
+) -> tuple[list[Any], list[Any]]:
+    """Rounds of slots 0, 1, … until one of them has so many tokens: the tokens of each, and how many by round. Some are
+    still under way."""
+    rounds, requests = rounds_of(engine), ask(bonus, **request)
     found: list[list[int]] = [[] for _ in bonus]
     lengths: list[list[int]] = [[] for _ in bonus]
     while max(map(len, found)) < tokens:
-        for slot, result in enumerate(engine.rounds.round(requests)):
-            found[slot] += result.tokens
-            lengths[slot].append(len(result.tokens))
-            requests[slot] = replace(requests[slot], bonus_token=result.tokens[-1])
+        while rounds.ahead < ahead and all(n >= 0 for n in rounds.launchable(range(len(bonus)))):
+            rounds.launch(requests)
+        for result in rounds.read().results:
+            slot, tokens_ = result.request.slot, result.tokens
+            requests[slot] = requests[slot]._replace(bonus_token=tokens_[-1])
+            found[slot] += tokens_
+            lengths[slot].append(len(tokens_))
     return found, lengths
 
 
@@ -76,68 +96,222 @@ def begins_with(longer: list[Any], shorter: list[Any]) -> bool:
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_the_engine_goes_on_where_rounds_stopped(
-    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any], ahead: int, monkeypatch: pytest.MonkeyPatch
+    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any], ahead: int
 ) -> None:
-    """Rounds launched in vain leave no trace: what comes after a flight was left, also in the middle of a round's
-    tokens, is what one long run says. Another slot, and rounds of two slots, in between."""
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.rounds.AHEAD", ahead)
+    """Rounds launched in vain leave no trace: what comes after a slot has left, also in the middle of a round's tokens,
+    is what one long run says. Another slot, and rounds of two slots, in between."""
     budget, outputs = expected
     bonus = prefill(engine, prompts[:2])
     said, other = [bonus[0]], [bonus[1]]
     for kept in (1, 9, 2, 12):
-        tokens, _ = decode(engine, said[-1:], kept, budget=budget)
+        tokens, _ = decode(engine, said[-1:], kept, ahead=ahead, budget=budget)
         said += tokens[0][:kept]
         engine.truncate(0, len(prompts[0]) + len(said) - 1)
-        tokens, _ = decode(engine, [said[-1], other[-1]], 1, budget=budget)
+        tokens, _ = decode(engine, [said[-1], other[-1]], 1, ahead=ahead, budget=budget)
         said += tokens[0]
         other += tokens[1]
+        for slot in (0, 1):
+            rounds_of(engine).leave(slot)
     for found, output in ((said, outputs[0]), (other, outputs[1])):
         wanted = output.outputs[0].token_ids
         assert begins_with(wanted, found) or begins_with(found, wanted)
 
 
+def test_slots_join_and_leave_as_they_like(
+    engine: TorchEngine, prompts: list[Any], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever slots do meanwhile, each says what it says alone, with every kind of tree. No round is made twice: those
+    launched are those read and those under way."""
+    rounds, made = rounds_of(engine), Counter[str]()
+    run = Graphs.run
+
+    def count(self: Graphs, key: Any, work: Any) -> None:
+        made[key[0]] += 1
+        run(self, key, work)
+
+    monkeypatch.setattr(Graphs, "run", count)
+    rng = np.random.default_rng(3)
+    prefill(engine, prompts)
+    said = [[text[0]] for text in plain]
+    kinds: list[dict[str, Any]] = [{"budget": 0}, {"budget": 15, "chain": True}, {"budget": 16}, {"budget": 40}]
+    read = launched = under_way = 0
+    for _ in range(150):
+        going = [slot for slot in range(3) if rng.random() < 0.7]
+        if going and rounds.ahead < AHEAD:
+            rounds.launch([RoundRequest(slot, said[slot][-1], **kinds[rng.integers(4)]) for slot in going])
+            launched, under_way = launched + 1, under_way + 1
+        if rounds.ahead == AHEAD or (rounds.ahead and rng.random() < 0.3):
+            for result in rounds.read().results:
+                said[result.request.slot] += result.tokens
+            read, under_way = read + 1, under_way - 1
+        assert made["round"] == launched == read + under_way
+        slot = int(rng.integers(3))
+        done = len(said[slot]) > 60
+        if done or rng.random() < 0.2:
+            least = 1 if done else max(len(said[slot]) - 4, 1)
+            said[slot] = said[slot][: int(rng.integers(least, len(said[slot]) + 1))]
+            engine.truncate(slot, len(prompts[slot]) + len(said[slot]) - 1)
+        assert all(begins_with(text, found) for text, found in zip(plain, said, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path, prompts: list[Any]) -> list[list[int]]:
+    """What the target says by itself."""
+    with LLM(directory) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=120, ignore_eos=True, method="ar"))
+        return [output.outputs[0].token_ids for output in outputs]
+
+
 def test_slots_of_one_round_have_budgets_of_their_own(engine: TorchEngine, prompts: list[Any]) -> None:
     """Trees of different sizes share a pass; a slot's rounds are those it has alone."""
-    assert engine.rounds is not None
-    alone = []
-    for n, budget in enumerate((3, 40, 16)):
+    alone, budgets = [], (3, 40, 16)
+    for n, budget in enumerate(budgets):
         bonus = prefill(engine, prompts[n : n + 1])
-        requests = [RoundRequest(0, bonus[0], budget)]
-        alone.append(engine.rounds.round(requests)[0])
+        alone += one_round(engine, ask(bonus, budget=budget))
         assert alone[-1].nodes == budget
-    bonus = prefill(engine, prompts)
-    together = engine.rounds.round([RoundRequest(n, bonus[n], budget) for n, budget in enumerate((3, 40, 16))])
-    assert together == alone
+    requests = [r._replace(budget=budget) for r, budget in zip(ask(prefill(engine, prompts)), budgets, strict=True)]
+    together = {result.request.slot: result for result in one_round(engine, requests)}
+    assert [together[slot].tokens for slot in range(3)] == [result.tokens for result in alone]
+    assert [together[slot].nodes for slot in range(3)] == list(budgets)
 
 
-def test_padding_changes_nothing(engine: TorchEngine, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes of a GPU: trees of 3, 16 and 40 nodes in passes of 4, 32 and 48 tokens, which other budgets share."""
-    assert engine.rounds is not None
-    expected = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
-    engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
-    found = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
-    assert found == expected
-    made = [engine.rounds.made_for([RoundRequest(0, 0, budget)]) for budget in (3, 16, 17, 31, 40)]
-    assert made[1] is made[2] is made[3] and made[0] is not made[1] is not made[4]
+def test_trees_too_large_for_one_pass_have_several(engine: TorchEngine, prompts: list[Any]) -> None:
+    """Slots with the largest trees are together; no slot that has left pads a pass of others."""
+    rounds, bonus = rounds_of(engine), prefill(engine, prompts)
+    alone = [result.tokens for result in one_round(engine, ask(bonus, budget=256))]
+    assert len(alone) == 3
+    for slot, prompt in enumerate(prompts):
+        engine.truncate(slot, len(prompt))
+    requests = [r._replace(budget=budget) for r, budget in zip(ask(bonus), (256, 3, 256), strict=True)]
+    rounds.launch(requests)
+    assert [[r.slot for r in each.requests] for each in rounds._launched[0]] == [[0, 2], [1]]
+    found = {result.request.slot: result.tokens for result in rounds.read().results}
+    assert found[0] == alone[0] and found[2] == alone[1 if len(alone) < 3 else 2]
+
+
+def test_what_was_drafted_comes_with_the_result(engine: TorchEngine, prompts: list[Any]) -> None:
+    """The tree is that of a draft by stages, and what lies beyond it the beginning of a larger one."""
+    bonus, rounds = prefill(engine, prompts[:2]), rounds_of(engine)
+    drafts = engine.draft([DraftRequest(slot, token, 64, 64) for slot, token in enumerate(bonus)])
+    for slot, prompt in enumerate(prompts[:2]):
+        engine.truncate(slot, len(prompt))
+    for result, draft in zip(one_round(engine, ask(bonus, budget=15, looks=True)), drafts, strict=True):
+        assert result.drafted is not None
+        tree, more, path = result.drafted
+        larger = best_tree(draft.candidates, 32)
+        for found, wanted in ((tree, larger.cut(15)), (more, larger)):
+            np.testing.assert_allclose(found.log_weights, wanted.log_weights, rtol=1e-5)
+            assert found.depths.tolist() == wanted.depths.tolist()
+        assert tree.token_ids.tolist() == larger.cut(15).token_ids.tolist()
+        assert tree.parents.tolist() == larger.cut(15).parents.tolist()
+        assert result.tokens[:-1] == tree.token_ids[path[1:] - 1].tolist()
+    rounds.launch(ask([r.tokens[-1] for r in [result]], budget=0, looks=True))
+    assert rounds.read().results[0].drafted is None
+
+
+def test_states_wait_no_longer_than_there_is_room(
+    engine: TorchEngine, prompts: list[Any], plain: list[list[int]]
+) -> None:
+    """Rounds without a draft leave theirs to the next one; those of many are taken in by a pass without a block. Then
+    drafts are what they are behind the same tokens, prefilled."""
+    block, rounds = engine.manifest.drafting.block_size, rounds_of(engine)
+    assert block is not None
+    (bonus,) = prefill(engine, prompts[:1])
+    length = 0
+    for budgets in ([0] * (2 * block + 3), [16, 0, 0, 16], [16, 3, 0]):
+        for budget in budgets:
+            rounds.launch(ask([bonus], budget=budget))
+        for _ in budgets:
+            (result,) = rounds.read().results
+            length += len(result.tokens)
+        bonus = result.tokens[-1]
+        assert engine.drafter.context_length(0) == engine.length(0) == len(prompts[0]) + length
+        assert plain[0][length] == bonus
+    found = marginals(engine.draft([DraftRequest(0, bonus, 16, 15)])[0])
+    prefill(engine, [[*prompts[0], *plain[0][:length]]])
+    wanted = marginals(engine.draft([DraftRequest(0, bonus, 16, 15)])[0])
+    assert found.token_ids[:, 0].tolist() == wanted.token_ids[:, 0].tolist()
+    np.testing.assert_allclose(found.log_probs, wanted.log_probs, atol=1e-3)
+
+
+def test_passes_have_few_sizes_of_which_all_are_captured_at_the_start(
+    engine: TorchEngine, prompts: list[Any], replayed: Counter[Any], plain: list[list[int]]
+) -> None:
+    """As graphs would run them: no round has another, whatever its slots and trees, and none is run on tensors that
+    come and go."""
+    rounds = rounds_of(engine)
+    rounds.warm_up()
+    captured = set(replayed)
+    for slots, looks in ((1, False), (2, True), (3, False)):
+        for request in ({"budget": 0}, {"budget": 15, "chain": True}, *({"budget": n} for n in (1, 2, 5, 30, 64, 200))):
+            bonus = prefill(engine, prompts[:slots])
+            found, _ = decode(engine, bonus, 12, looks=looks, **request)
+            assert all(begins_with(text[1:], said) for text, said in zip(plain, found, strict=False))
+    assert {key for key in replayed if key[0].startswith("round")} == captured
+    assert len(captured) <= 33 + 31
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
+    """Runs passes as CUDA graphs do: for equal keys always the first call's work. Counts those of each."""
+    works: dict[Any, Any] = {}
+    runs: Counter[Any] = Counter()
+
+    def run(self: Graphs, key: Any, work: Any) -> None:
+        works.setdefault(key, work)()
+        runs[key] += 1
+
+    monkeypatch.setattr(Graphs, "run", run)
+    return runs
+
+
+@pytest.mark.parametrize("rounds", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_nothing_grows_with_the_rounds(
+    rounds: int, engine: TorchEngine, prompts: list[Any], replayed: Counter[Any]
+) -> None:
+    """Neither sizes of passes, nor memory that the host keeps for them, nor what is under way."""
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    launched, rng = rounds_of(engine), np.random.default_rng(0)
+    launched.warm_up()
+    bonus, sizes, held = prefill(engine, prompts), len(replayed), 0
+    for number in range(rounds):
+        while launched.ahead < AHEAD:
+            going = rng.permutation(3)[: rng.integers(1, 4)].tolist()
+            for slot in going:
+                if engine.length(slot) > 300 or rng.random() < 0.05:
+                    engine.truncate(slot, len(prompts[slot]))
+            launched.launch([RoundRequest(slot, bonus[slot], int(rng.choice([0, 3, 15]))) for slot in going])
+        launched.read()
+        if number == 50:
+            held = tensors()
+    assert tensors() == held
+    assert {key[0] for key in list(replayed)[sizes:]} == set() and len(launched._entries) + launched.ahead <= AHEAD + 1
 
 
 def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) -> None:
     """The last ones are not launched ahead; then there is no room."""
     (bonus,) = prefill(engine, prompts[:1])
-    with pytest.raises(EngineError, match="cache rows, 17 more do not fit"):
-        decode(engine, [bonus], 10_000)
-    rows, block = engine.target.cache.rows, engine.manifest.drafting.dims.block_size
-    assert engine.limits.max_seq_len <= rows - 17 - block < engine.length(0) <= rows
+    rounds = rounds_of(engine)
+    with pytest.raises(EngineError, match="cache rows, 257 more do not fit"):
+        while True:
+            decode(engine, [bonus], 1)
+            if rounds.launchable([0]) == [0]:
+                rounds.leave(0)
+                rounds.launch(ask([bonus]))
+    assert engine.limits.max_seq_len <= engine.length(0) <= engine.target.cache.rows
 
 
 def test_temperature_0_is_greedy_beside_another(
     engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]
 ) -> None:
-    assert engine.rounds is not None
     budget, outputs = expected
     bonus = prefill(engine, prompts[:2])
-    requests = [RoundRequest(0, bonus[0], budget), RoundRequest(1, bonus[1], budget, temperature=4.0, seed=5)]
-    found = engine.rounds.round(requests)
+    first, second = ask(bonus, budget=budget)
+    found = one_round(engine, [first, second._replace(temperature=4.0, seed=5)])
     assert begins_with(outputs[0].outputs[0].token_ids, [bonus[0], *found[0].tokens])
 
 
@@ -170,74 +344,49 @@ OTHER_WORK: dict[str, Callable[[TorchEngine], Any]] = {
     "prefill": lambda engine: engine.prefill(0, np.array([9]), rows="none", taps=True),
     "draft": lambda engine: engine.draft([DraftRequest(0, 9, 4, 4)]),
     "verify": lambda engine: engine.verify([VerifyRequest(0, token_chain(np.array([9, 8])))]),
-    "rounds": lambda engine: TorchRounds(engine.target, engine.drafter).round([RoundRequest(0, 9, 16)]),  # type: ignore[arg-type]
+    "leave": lambda engine: rounds_of(engine).leave(0),
 }
 
 
 @pytest.mark.parametrize("work", OTHER_WORK)
-def test_other_work_on_a_slot_ends_its_flight(
-    engine: TorchEngine, prompts: list[Any], work: str, monkeypatch: pytest.MonkeyPatch
+def test_other_work_on_a_slot_forgets_what_was_launched_for_it(
+    engine: TorchEngine, prompts: list[Any], work: str
 ) -> None:
-    """The next round begins from the host's counts; work on another slot changes nothing."""
-    assert engine.rounds is not None
-    starts: list[DeviceRound] = []
-    start = DeviceRound.start
-
-    def record(self: DeviceRound, requests: Any) -> None:
-        starts.append(self)
-        start(self, requests)
-
-    (bonus,) = prefill(engine, prompts[:1])
-    own = engine.rounds.made_for([RoundRequest(0, bonus, 16)])
-    monkeypatch.setattr(DeviceRound, "start", record)
-    for _ in range(2):
-        (result,) = engine.rounds.round([RoundRequest(0, bonus, 16)])
-        bonus = result.tokens[-1]
-        engine.prefill(1, np.array([7, 8]), rows="none", taps=True)
-    assert starts.count(own) == 1
+    """The other slot's rounds are read as if nothing had been."""
+    rounds = rounds_of(engine)
+    bonus = prefill(engine, prompts[:2])
+    expected = [result.tokens for result in one_round(engine, ask(bonus))]
+    bonus = prefill(engine, prompts[:2])
+    for _ in range(AHEAD):
+        rounds.launch(ask(bonus))
+    before = engine.length(0)
     OTHER_WORK[work](engine)
-    engine.rounds.round([RoundRequest(0, bonus, 16)])
-    assert starts.count(own) == 2
+    assert engine.length(0) - before == (work == "prefill")
+    (result,) = rounds.read().results
+    assert (result.request.slot, result.tokens) == (1, expected[1])
+    assert rounds.launchable([0, 1]) == [0, 1]
 
 
-def test_a_start_that_fails_ends_the_flight_before_it(
-    engine: TorchEngine, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are one object of tensors, which the start has overwritten in part."""
-    assert engine.rounds is not None
-    first, second = prefill(engine, prompts[:2])
-    found, _ = decode(engine, [first], 4)
-    start = DeviceRound.start
-
-    def fail(self: DeviceRound, requests: Any) -> None:
-        start(self, requests)
-        raise RuntimeError("the device is lost")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the device is lost"):
-        patch.setattr(DeviceRound, "start", fail)
-        engine.rounds.round([RoundRequest(1, second, 16)])
-    later, _ = decode(engine, [found[0][-1]], 20)
-    prefill(engine, prompts[:1])
-    expected, _ = decode(engine, [first], 40)
-    assert begins_with(expected[0], (found[0] + later[0])[:30])
-
-
+@pytest.mark.parametrize("request_", [{"budget": 0}, {"budget": 15, "chain": True}, {"budget": 16, "looks": True}])
 def test_rounds_on_the_kernels(
-    open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path, prompts: list[Any]
+    open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path, prompts: list[Any], request_: dict[str, Any]
 ) -> None:
-    """Every operator of a round is the kernels' own source, and the same round with the host's gives the same."""
-    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16").close()
-    found = {}
+    """Every operator of a round is the kernels' own source, and the same round with the host's gives the same: of one
+    slot, and of three of which one draws."""
+    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16", max_batch=3).close()
+    found: dict[str, Any] = {}
     for way in ("device", "host"):
         engine = open_on_kernels(tmp_path / "e")
-        assert engine.rounds is not None
-        rounds = engine.rounds.made_for([RoundRequest(0, 0, 16)])
-        assert isinstance(rounds._ops, KernelOps)
+        assert isinstance(rounds_of(engine)._passes._ops, KernelOps)
         if way == "host":
-            rounds._ops = HostOps()
-        found[way] = decode(engine, prefill(engine, prompts[:1]), 24)
+            rounds_of(engine)._passes._ops = HostOps()
+        alone = decode(engine, prefill(engine, prompts[:1]), 24 if request_["budget"] else 6, **request_)
+        first, *others = ask(prefill(engine, prompts), **request_)
+        requests = [first._replace(temperature=0.8, seed=3), *others]
+        together = [result[1:3] for _ in range(2) for result in one_round(engine, requests)]
+        found[way] = alone, together
     assert found["device"] == found["host"]
-    assert max(found["device"][1][0]) > 2
+    assert (max(found["device"][0][1][0]) > 2) is (request_["budget"] > 0)
 
 
 # Its parts
@@ -266,3 +415,16 @@ def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> N
         assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
         found = (int(lengths[n]), int(following[n]), int(new_past[n]))
         assert found == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
+
+
+def test_choices_are_the_hosts() -> None:
+    """The largest logit, or a draw by the noise of the position behind a node."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 4, 700)).astype(np.float32)
+    positions, temperatures = np.array([[5, 6, 6, 7]] * 3, np.int32), np.array([0, 0.7, 3], np.float32)
+    seeds, choices = np.array([0, -5, 2**62]), torch.zeros(3, 4, dtype=torch.int32)
+    given = [torch.from_numpy(array) for array in (logits, positions, temperatures, seeds)]
+    HostOps().choose(given[0], given[1], given[2], given[3], choices)
+    expected = plugin_reference.choose(logits, positions, temperatures, seeds)
+    np.testing.assert_array_equal(choices.numpy(), expected)
+    assert (expected[0] == logits[0].argmax(-1)).all() and (expected[1:] != logits[1:].argmax(-1)).any()

@@ -43,6 +43,13 @@ class _PackedMask(ctypes.Structure):
     ]
 
 
+class _TokenChoice(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "logits positions temperatures seeds choices".split()),
+        *((name, ctypes.c_int32) for name in "sequences tokens vocabulary".split()),
+    ]
+
+
 class _TreeWalk(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "parents token_ids choices counts past_len".split()),
@@ -81,6 +88,7 @@ CALLS: dict[str, type[ctypes.Structure]] = {
     "draft_top": _DraftTop,
     "build_tree": _TreeBuild,
     "packed_mask": _PackedMask,
+    "choose": _TokenChoice,
     "walk": _TreeWalk,
     "compact": _KvCompact,
     "delta_tree": _DeltaTree,

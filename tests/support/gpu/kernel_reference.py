@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt import _native
 from ddtree_trt.plugins import MaskMode
 
 Int32 = NDArray[np.int32]
@@ -123,6 +124,17 @@ def packed_mask(parents: Int32, words: int | None = None) -> Int32:
             seen[row, node] = 1
             node = int(parents[node]) if parents[node] < node else -1
     return np.packbits(seen, axis=1, bitorder="little").view(np.int32)
+
+
+def choose(logits: Float, positions: Int32, temperatures: Float, seeds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens [N, T] of the largest of logits [N, T, V], each with its token's Gumbel noise for the position behind
+    its node's, times the temperature [N]; of equals the first."""
+    vocabulary, values = logits.shape[2], np.where(np.isnan(logits), -np.inf, logits).astype(np.float64)
+    for n, (temperature, seed) in enumerate(zip(temperatures.tolist(), seeds.tolist(), strict=True)):
+        for row, position in enumerate(positions[n].tolist()):
+            if temperature > 0:
+                values[n, row] += temperature * _native.gumbel(seed % (1 << 64), position + 1, vocabulary)
+    return values.argmax(-1)
 
 
 def walk(parents: Int32, token_ids: Int32, choices: Int32, count: int) -> list[int]:

@@ -353,6 +353,11 @@ class RoundPlan:
         probe = slot not in self._gaining
         self.decisions[slot] = Decision(nodes, 1 + tokens, self._single_s + added_s, self._single_s, probe=probe)
 
+    def weigh(self, slot: int, drafted: DraftTree) -> None:
+        """Have the slot's request see what was drafted, of a round planned ahead."""
+        if slot in self._autos:
+            self._autos[slot].weigh(drafted, self._deepest[slot])
+
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if not self._autos:

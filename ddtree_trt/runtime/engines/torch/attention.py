@@ -7,7 +7,7 @@ serves precisions, head sizes and windows that have no kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ddtree_trt.device.buffers import slot_numbers
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
@@ -34,12 +35,28 @@ class DeviceCache(SlotLengths):
     ) -> None:  # fmt: skip
         """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch. `states` of a hybrid's delta-net layers."""
         super().__init__(slots, rows)
+        self.busy: Container[int] = ()  # slots in rounds on the device, which may hold more rows than the host counts
         self._kernels = kernels
         self.states = states
         self._number = {layer: n for n, layer in enumerate(dims.attention_layers)}
         # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
         shape = (2 * len(self._number), slots, dims.num_kv_heads, rows, dims.head_dim)
         self.slab = torch.zeros(shape, dtype=dtype, device=device)  # [planes, slots, Hkv, S, D]: key, value by layer
+
+    def spare(self, taken: Container[int], tokens: int) -> list[int]:
+        """Slots that a pass may be padded with which writes so many rows behind those `taken`: nobody reads what it
+        writes behind theirs. The shortest first."""
+        lengths, most = self.lengths, self.rows - tokens
+        free = (i for i, length in enumerate(lengths) if length <= most and i not in taken and i not in self.busy)
+        return sorted(free, key=lengths.__getitem__)
+
+    def padding(self, taken: Collection[int], tokens: int) -> list[int]:
+        """Slots that make those `taken` one of the few numbers that graphs are for, as far as so many are free; none on
+        a CPU."""
+        if not self.slab.is_cuda:
+            return []
+        size = next(n for n in slot_numbers(self.slots) if n >= len(taken))
+        return self.spare(taken, tokens)[: size - len(taken)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values [slots, Hkv, S, D] of a layer."""
@@ -91,7 +108,7 @@ class DeviceCache(SlotLengths):
 
 
 OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
-    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
+    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "choose", "walk", "compact"),
     *("draft_top", "add_rms_norm", "split_qkv", "delta_tree", "delta_commit", "swiglu"),
 )
 

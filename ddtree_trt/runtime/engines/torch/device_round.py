@@ -1,14 +1,13 @@
-"""A decoding round that stays on the device: draft, tree build, tree compile, verify and commit as one function.
+"""Decoding rounds that stay on the device: draft, tree build, tree compile, verify and commit in two passes.
 
-It computes what `decoding.loop.decode_round` computes by stages, for a fixed number of sequences and of tree tokens, on
-tensors at fixed addresses; on a GPU it is one CUDA graph. The state after a round is the input of the next one, so that
-rounds can be launched ahead of the host, which only reads results from a ring in pinned memory (`rounds.py`).
+They compute what `decoding.loop.decode_round` computes by stages. The state of each slot is on the device, at fixed
+addresses, and a pass leaves it as the next one begins; so rounds can be launched ahead of the host (`rounds.py`), which
+says which slots take part, and how, in one upload of `Columns`, and reads results. On a GPU each pass is a CUDA graph.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,46 +15,12 @@ import torch
 from torch import Tensor
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
+from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import mask_words, write_mask
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Place, load_operators
 from ddtree_trt.runtime.engines.torch.target import TargetPass
-from ddtree_trt.runtime.stats import ROUND_STAGES
 from ddtree_trt.runtime.tree import build_tree
-
-_GAMMA = 0x9E3779B97F4A7C15
-_FIRST_FACTOR = 0xBF58476D1CE4E5B9
-_SECOND_FACTOR = 0x94D049BB133111EB
-_TOKEN_BITS = 24  # of the counter; the other bits are the position
-_BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
-
-
-def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """64 bits as int64 [N, P, V] for seeds int64 [N] and positions int [N, P] of the tokens to be drawn."""
-    token = torch.arange(vocab_size, device=seeds.device)
-    counter = (positions.long() << _TOKEN_BITS)[..., None] + token
-    x = seeds[:, None, None] + (counter + 1) * _signed(_GAMMA)
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST_FACTOR)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND_FACTOR)
-    return x ^ _shifted(x, 31)
-
-
-def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """float32 [N, P, V], all finite: between −2.9 and 43.7."""
-    # Uniform in (0, 1), exact near 0, where the noise is largest.
-    uniform = (_shifted(noise_bits(seeds, positions, vocab_size), 1) | 1).float() * 2.0**-63
-    return -torch.log(-torch.log1p(-uniform.clamp_(max=_BELOW_ONE)))
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of a 64-bit number; products wrap around."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x shifted right as if it were unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def round_ops(device: torch.device, kernels: bool) -> HostOps:
@@ -102,6 +67,16 @@ class HostOps:
             size = 1 + np.count_nonzero(row[1:] >= 0)  # padding has the parent −1, as the root
             write_mask(bits.view(np.uint32), row[:size])
 
+    def choose(self, logits: Tensor, positions: Tensor, temperatures: Tensor, seeds: Tensor, choices: Tensor) -> None:
+        """The target's tokens into choices [N, T], from logits [N, T, V] of nodes at positions [N, T]: the largest, or
+        where the slot's temperature is not 0 drawn for the position behind by its seed's noise."""
+        choices.copy_(logits.argmax(-1))
+        for n, temperature in enumerate(temperatures.tolist()):
+            if temperature > 0:
+                seed = int(seeds[n]) % (1 << 64)
+                for row, (logit, position) in enumerate(zip(logits[n].numpy(), positions[n].tolist(), strict=True)):
+                    choices[n, row] = _native.draw_logits(logit, temperature, seed, position + 1)
+
     def walk(
         self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
         path: Tensor, lengths: Tensor, next_tokens: Tensor, next_past: Tensor,
@@ -126,175 +101,142 @@ class KernelOps(HostOps):
     def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
         torch.ops.ddtree.packed_mask(parents, mask)
 
+    def choose(self, *tensors: Tensor) -> None:
+        torch.ops.ddtree.choose(*tensors)
+
     def walk(self, *tensors: Tensor) -> None:
         torch.ops.ddtree.walk(*tensors)
-
-
-RING = 4  # rounds in the ring: more than are launched ahead, so that none is overwritten before it is read
 
 
 class BlockOnDevice(Drafter):
     """A drafter of blocks that takes part in such rounds. Tapped states wait for its next pass in a buffer."""
 
-    dims: Any  # has `block_size`, `draft_length` and `head_size`
+    dims: Any  # has `draft_length`, `block_size` and `head_size`
     cache: DeviceCache
-    waiting: Tensor  # [slots, 1 + L, M·H]: states that it has not processed
-    counts: list[int]  # of them, of each slot
+    counts: list[int]  # states that wait, of each slot; most 1 + L
 
     @abstractmethod
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int, reach: int
     ) -> tuple[Tensor, ...]:
         """Process the waiting states and draft behind them, for int32 [N] each: of the first `reach` positions, P,
-        log-probabilities [N, P, K], falling, and the candidates int32 [N, P, K]."""
+        log-probabilities [N, P, K], falling, and the candidates int32 [N, P, K]. Nothing where P is 0."""
 
     @abstractmethod
-    def hold(self, slots: Tensor, states: Tensor) -> None:
-        """Put tapped states [N, m, M·H], m at most 1 + L, into the buffers of slots int32 [N]; `counts` stays as it
-        is."""
+    def hold(self, slots: Tensor, counts: Tensor, states: Tensor, path: Tensor, lengths: Tensor) -> None:
+        """Put the states of the first `lengths` nodes of paths int32 [N, m], of tapped states [N, T, M·H], behind the
+        `counts` that wait in the buffers of slots, int32 [N] each; the host's counts stay as they are."""
 
     @abstractmethod
-    def advance(self, slot: int, committed: int, *, waiting: int) -> None:
-        """Count a round that ran on the device: the states of its last `waiting` tokens are in the buffer, all earlier
-        ones in the cache."""
+    def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
+        """Count a round that ran on the device: it processed the states that waited, if `absorbed`, and left so many
+        others in the buffer."""
 
 
-class DeviceRound:
-    """DDTree rounds of `batch` slots of an engine, N, each tree of at most `tokens` − 1 nodes, T with the root: greedy
-    ones, or `sampled` ones, in which every slot has a temperature, 0 for greedy."""
+# Columns of int32.
+SLOT, PAST, CONTEXT, WAITING, BONUS, ENTERS_DRAFT, ENTERS, BUDGET, ACTIVE, ABSORBS, HOLDS, CHAIN, COLUMNS = range(13)
+_STATE = slice(PAST, BONUS + 1)  # of a slot
 
-    def __init__(self, target: TargetPass, drafter: BlockOnDevice, batch: int, tokens: int, sampled: bool) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._key = ("round", batch, tokens, sampled)
-        self._sampled = sampled
+
+class Columns:
+    """What passes of a round are told of each of their slots, all in one piece of `memory`.
+
+    `ints` int32 [COLUMNS, S]: its number; the state it has unless it goes on from its last round: committed rows of the
+    target's cache and of the drafter's, tapped states that wait, and bonus token; whether it takes that state in the
+    draft, or in the verification; most draft nodes; whether it takes part at all, or only pads the pass; whether the
+    draft takes in what waits; whether it keeps tapped states; whether its tree is a chain. `temperatures` float32 [S],
+    `seeds` int64 [S]."""
+
+    def __init__(self, slots: int, device: torch.device, *, pinned: bool = False) -> None:
+        stride = -(-slots // 4) * 4  # each column begins at a multiple of 16 bytes
+        self.memory = torch.zeros((COLUMNS + 3) * stride, dtype=torch.int32, device=device, pin_memory=pinned)
+        self.seeds = self.memory[: 2 * stride].view(torch.int64)
+        self.temperatures = self.memory[2 * stride : 3 * stride].view(torch.float32)
+        self.ints = self.memory[3 * stride :].view(COLUMNS, stride)
+
+
+class RoundPasses:
+    """The two passes of rounds over `shapes`, their buffers, and the slots' states."""
+
+    def __init__(self, target: TargetPass, drafter: BlockOnDevice, shapes: RoundShapes) -> None:
+        self._target, self._drafter, self._shapes = target, drafter, shapes
         self._ops = round_ops(target.device, target.kernels)
-        length, block = drafter.dims.draft_length, drafter.dims.block_size
-        width, states = drafter.waiting.shape[2], drafter.waiting.dtype
-        self._top_k = min(tokens - 1, drafter.dims.head_size)
-        self.longest = min(tokens, 1 + length)  # nodes of the longest path
-        self.rows = max(tokens, block, 1 + length)  # cache rows a round may write behind the committed ones
+        device, slots = target.device, target.cache.slots
+        self.columns = Columns(slots, device)
+        # Past, context, waiting states and bonus token of each slot, [4, slots]: as in `Columns`.
+        self._states = torch.zeros(BONUS + 1 - PAST, slots, dtype=torch.int32, device=device)
+        # What the draft leaves to the verification, each for [N, L, K].
+        most = max(n * shapes.longest_draft * shapes.candidates(t) for n, t in shapes.verifications())
+        self._log_probs = torch.zeros(most, device=device)
+        self._candidates = torch.zeros(most, dtype=torch.int32, device=device)
+        size = max(n * self.width(t) for n, t in shapes.verifications())
+        self.results = torch.zeros(size, dtype=torch.int32, device=device)  # [N, width] of the last verification
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=target.device)
+    def longest(self, tokens: int) -> int:
+        """Nodes of the longest path in a tree of T tokens, m."""
+        return min(tokens, 1 + self._shapes.longest_draft)
 
-        # The state that a round reads, and updates for the next one, [N] each.
-        self._slots = zeros(batch)
-        self._past = zeros(batch)  # committed rows of the target's cache
-        self._context = zeros(batch)  # rows of the drafter's cache
-        self._waiting = zeros(batch)  # tapped states that the drafter has not processed
-        self._bonus_tokens = zeros(batch)
-        self._rounds = zeros(1, dtype=torch.int64)  # rounds since the start
-        # The requests' constants, [N] each.
-        self._budgets = zeros(batch)
-        self._seeds = zeros(batch, dtype=torch.int64)
-        self._temperatures = zeros(batch, dtype=torch.float32)
-        # The draft, [N, P, K]: of the positions that the tree can reach.
-        self._log_probs = zeros(batch, self.longest - 1, self._top_k, dtype=torch.float32)
-        self.candidates = zeros(batch, self.longest - 1, self._top_k)
-        # The trees, [N, T], and their sizes [N], roots included.
-        self._token_ids = zeros(batch, tokens)
-        self._parents = zeros(batch, tokens)
-        self.depths = zeros(batch, tokens)
-        self._positions = zeros(batch, tokens)
-        self._counts = zeros(batch)
-        self._mask = zeros(batch, tokens, mask_words(tokens))  # [N, T, W]
-        # The results of the verification, [N, T] and [N, T, M·H], and of the walk.
-        self._choices = zeros(batch, tokens)
-        self._taps = zeros(batch, tokens, width, dtype=states)
-        self._path = zeros(batch, tokens)  # [N, T], padded with −1
-        self._lengths = zeros(batch)
-        self._next_bonus_tokens = zeros(batch)
-        self._next_past = zeros(batch)
-        # For each round and sequence: nodes with the root, path length, and the target's choices along the path.
-        self._ring = zeros(RING, batch, 2 + self.longest)
-        self._host_ring = torch.zeros(self._ring.shape, dtype=torch.int32, pin_memory=self._ring.is_cuda)
+    def width(self, tokens: int) -> int:
+        """Values of a slot's results: nodes with the root; the path's length, the target's choices along it [m], and
+        its nodes [m], padded with −1; token ids and parents [T] of the tree; log-weights, as bits of float32, and
+        depths [O] of the nodes weighed."""
+        return 2 + 2 * self.longest(tokens) + 2 * tokens + 2 * self._shapes.outlook(tokens)
 
-    def start(self, requests: Sequence[RoundRequest]) -> None:
-        """Set the state to the host's counts and the requests of these slots; the first round begins at their bonus
-        tokens."""
-        drafter, cache = self._drafter, self._target.cache
-        for tensor, values in (
-            (self._slots, [r.slot for r in requests]),
-            (self._past, [cache.lengths[r.slot] for r in requests]),
-            (self._context, [drafter.cache.lengths[r.slot] for r in requests]),
-            (self._waiting, [drafter.counts[r.slot] for r in requests]),
-            (self._bonus_tokens, [r.bonus_token for r in requests]),
-            (self._budgets, [r.budget for r in requests]),
-            (self._seeds, [r.seed for r in requests]),
-            (self._temperatures, [r.temperature for r in requests]),
-        ):
-            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
-        self._rounds.zero_()
+    def draft(self, count: int, reach: int, top_k: int) -> None:
+        """Take in what waits for the drafter, of the first slots told, N, and where P is not 0 draft so many positions
+        of K candidates for them."""
+        told, drafter = self.columns.ints[:, :count], self._drafter
+        slots, state = self._entered(told, ENTERS_DRAFT)
+        past, context, waiting, bonus_tokens = state
+        found = drafter.run(slots, context, waiting, bonus_tokens, top_k, reach)
+        if reach:
+            log_probs, candidates = self._drafted(count, top_k)
+            log_probs.fill_(-torch.inf)
+            log_probs[:, :reach] = found[0]
+            log_probs[:, :, 1:].masked_fill_(told[CHAIN].bool()[:, None, None], -torch.inf)
+            candidates[:, :reach] = found[1]
+        absorbed = waiting * told[ABSORBS]
+        self._states.index_copy_(
+            1, slots.long(), torch.stack((past, context + absorbed, waiting - absorbed, bonus_tokens))
+        )
 
-    def step(self) -> None:
-        """Put one round on the stream. The slots must have room for it; the host's counts do not change."""
-        self._target.graphs.run(self._key, self._round)
-
-    def read(self, number: int) -> list[RoundResult]:
-        """The results of round `number` since the start, which must be done and one of the last RING."""
-        rows = self._host_ring[number % RING].tolist()
-        return [RoundResult(tokens[:length], count - 1) for count, length, *tokens in rows]
-
-    def step_by_stages(self, after: Callable[[str], None]) -> None:
-        """A round as five graphs instead of one, for measurements: `after` is called with each stage's name when that
-        stage is on the stream."""
-        for stage, work in self._stages():
-            self._target.graphs.run((*self._key, stage), work)
-            after(stage)
-
-    def _round(self) -> None:
-        for _, work in self._stages():
-            work()
-
-    def _stages(self) -> Iterable[tuple[str, Callable[[], None]]]:
-        works = (self._draft, self._build, self._compile, self._verify, self._commit)
-        return zip(ROUND_STAGES, works, strict=True)
-
-    def _draft(self) -> None:
-        state = (self._slots, self._context, self._waiting, self._bonus_tokens)
-        drafted = self._drafter.run(*state, self._top_k, self.longest - 1)
-        self._log_probs.copy_(drafted[0])
-        self.candidates.copy_(drafted[1])
-        self._context.add_(self._waiting)
-
-    def _build(self) -> None:
-        tree = (self._token_ids, self._parents, self.depths, self._positions, self._counts)
-        self._ops.build_tree(self._log_probs, self.candidates, self._bonus_tokens, self._budgets, self._past, *tree)
-
-    def _compile(self) -> None:
-        self._ops.packed_mask(self._parents, self._mask)
-
-    def _verify(self) -> None:
-        place = Place(self._slots, self._past, self._mask)
-        logits, tapped = self._target.run(self._token_ids, self._positions, place)
+    def verify(self, count: int, tokens: int) -> None:
+        """Build the trees, of T tokens at most, of the first slots told, N; verify and walk them, and commit."""
+        columns, target, ops = self.columns, self._target, self._ops
+        told, longest, outlook = columns.ints[:, :count], self.longest(tokens), self._shapes.outlook(tokens)
+        slots, state = self._entered(told, ENTERS)
+        past, context, waiting, bonus_tokens = state
+        token_ids, parents, depths, positions, choices, path = slots.new_empty(6, count, tokens)
+        counts, lengths, following, next_past = slots.new_empty(4, count)
+        log_weights, outlook_depths = self._log_probs.new_empty(count, outlook), slots.new_empty(count, outlook)
+        tree = (token_ids, parents, depths, positions, counts, log_weights, outlook_depths)
+        drafted = self._drafted(count, self._shapes.candidates(tokens))
+        ops.build_tree(*drafted, bonus_tokens, told[BUDGET], past, *tree)
+        mask = slots.new_empty(count, tokens, mask_words(tokens))
+        ops.packed_mask(parents, mask)
+        logits, tapped = target.run(token_ids, positions, Place(slots, past, mask))
         assert tapped is not None, "a target built for a block drafter taps its states"
-        self._taps.copy_(tapped)
-        self._choices.copy_(self.choose(logits))
-        following = (self._path, self._lengths, self._next_bonus_tokens, self._next_past)
-        self._ops.walk(self._parents, self._token_ids, self._choices, self._counts, self._past, *following)
+        ops.choose(logits, positions, columns.temperatures[:count], columns.seeds[:count], choices)
+        ops.walk(parents, token_ids, choices, counts, past, path, lengths, following, next_past)
 
-    def _commit(self) -> None:
-        """Keep the path's rows and states, write the results into the ring, and set the state for the next round."""
-        kept = self._path[:, : self.longest].contiguous()
-        self._target.cache.compact(self._slots, self._past, kept, self._lengths)
-        path = kept.clamp(min=0).long()
-        states = self._taps.gather(1, path[..., None].expand(-1, -1, self._taps.shape[2]))
-        self._drafter.hold(self._slots, states)
-        result = torch.cat((self._counts[:, None], self._lengths[:, None], self._choices.gather(1, path)), 1)
-        self._ring.index_copy_(0, self._rounds % RING, result[None])
-        self._host_ring.copy_(self._ring, non_blocking=True)
-        self._rounds.add_(1)
-        self._past.copy_(self._next_past)
-        self._waiting.copy_(self._lengths)
-        self._bonus_tokens.copy_(self._next_bonus_tokens)
+        kept = path[:, :longest].contiguous()
+        target.cache.compact(slots, past, kept, lengths)
+        held = lengths * told[HOLDS]
+        self._drafter.hold(slots, waiting, tapped, kept, held)
+        said = choices.gather(1, kept.clamp(min=0).long())
+        weights = log_weights.view(torch.int32)
+        found = (counts[:, None], lengths[:, None], said, kept, token_ids, parents, weights, outlook_depths)
+        self.results[: count * self.width(tokens)].view(count, -1).copy_(torch.cat(found, 1))
+        after = torch.stack((next_past, context, waiting + held, following))
+        self._states.index_copy_(1, slots.long(), torch.where(told[ACTIVE].bool(), after, state))
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """The target's token after each node, int32 [N, T], from logits [N, T, V], which are changed. One draw serves
-        all nodes of a depth: at most one of them is on the path."""
-        if self._sampled:
-            depths = torch.arange(1 + self._drafter.dims.draft_length, device=logits.device)
-            noise = gumbel(self._seeds, self._past[:, None] + 1 + depths, logits.shape[-1])
-            drawn = noise.mul_(self._temperatures[:, None, None])
-            logits += drawn.gather(1, self.depths.long()[..., None].expand_as(logits))
-        return logits.argmax(-1).to(torch.int32)
+    def _entered(self, told: Tensor, enters: int) -> tuple[Tensor, Tensor]:
+        """The slots, and their states [4, N]: those told where the column `enters` says so."""
+        slots = told[SLOT]
+        return slots, torch.where(told[enters].bool(), told[_STATE], self._states.index_select(1, slots))
+
+    def _drafted(self, count: int, top_k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and candidates [N, L, K]."""
+        shape = count, self._shapes.longest_draft, top_k
+        size = count * self._shapes.longest_draft * top_k
+        return self._log_probs[:size].view(shape), self._candidates[:size].view(shape)

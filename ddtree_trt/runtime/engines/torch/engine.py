@@ -7,7 +7,7 @@ download, for which the host waits; `commit` waits for nothing. All slots of a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET
 from ddtree_trt.device import memory
+from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
@@ -78,7 +79,10 @@ class TorchEngine:
         # logits that they draw from, and a cache that a round launched in vain leaves as it is.
         block = self.drafter if isinstance(self.drafter, BlockOnDevice) else None
         without = block is None or manifest.drafting.pairs or shard.size > 1 or dims.delta
-        self.rounds = None if block is None or without else TorchRounds(self.target, block)
+        self.rounds = None
+        if block is not None and not without:
+            shapes = RoundShapes.of(self.limits, block.dims.draft_length, block.dims.head_size)
+            self.rounds = TorchRounds(self.target, block, shapes)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TorchEngine:
@@ -116,12 +120,12 @@ class TorchEngine:
         return self.target.cache.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
-        self.target.claims.take([slot])
+        self._leave_rounds([slot])
         self.target.cache.truncate(slot, length)
         self.drafter.truncate(slot, self.length(slot))
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        self.target.claims.take([slot])
+        self._leave_rounds([slot])
         size = len(token_ids)
         hidden = self.target.prefill(slot, token_ids, prompt_ends=rows == "last")
         # First the commit: what the drafter takes in of the prompt is on the stream before the host waits.
@@ -130,11 +134,11 @@ class TorchEngine:
         return self.target.verdict(hidden[first:])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.target.claims.take(r.slot for r in requests)
+        self._leave_rounds(r.slot for r in requests)
         return draft_all(self.drafter, self.target.cache, requests)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        self.target.claims.take(r.slot for r in requests)
+        self._leave_rounds(r.slot for r in requests)
         return self.target.verify(requests)
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
@@ -144,9 +148,14 @@ class TorchEngine:
         if taps:
             self.drafter.append_context(slot, token_ids, states)
 
+    def _leave_rounds(self, slots: Iterable[int]) -> None:
+        if self.rounds is not None:
+            for slot in slots:
+                self.rounds.leave(slot)
+
     def warm_up(self, progress: Progress = no_progress) -> None:
-        """On a GPU: run a prompt's chunk and capture every graph of one sequence's rounds by stages. Graphs of more
-        sequences and of rounds on the device are captured at their first use, each in the time of a pass or two."""
+        """On a GPU: run a prompt's chunk and capture all graphs of rounds on the device, and those of one sequence's
+        rounds by stages. Those of more sequences are captured at their first use, in the time of a pass or two each."""
         if self.device.type != "cuda":
             return
         budget = self.limits.max_tree_budget
@@ -154,6 +163,8 @@ class TorchEngine:
         # The passes of a drafter without taps are captured at its first draft.
         drafts = partial(self.drafter.warm_up, budget=budget) if self.manifest.drafting.tap_layers else None
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts, progress)
+        if self.rounds is not None:
+            self.rounds.warm_up(progress)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -7,7 +7,7 @@ the same cache and logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import TARGET
-from ddtree_trt.device.buffers import buckets
+from ddtree_trt.device.buffers import tree_sizes
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
@@ -30,25 +30,6 @@ from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
-
-
-class SlotClaims:
-    """The latest claim of each slot. Rounds launched ahead of the host are valid while their claim is the latest."""
-
-    def __init__(self, slots: int) -> None:
-        self._holders = [0] * slots
-        self._latest = 0
-
-    def take(self, slots: Iterable[int]) -> int:
-        """Claim these slots; returns the claim's number."""
-        self._latest += 1
-        for slot in slots:
-            self._holders[slot] = self._latest
-        return self._latest
-
-    def holds(self, claim: int, slots: Iterable[int]) -> bool:
-        """Whether none of these slots was claimed after `claim`."""
-        return all(self._holders[slot] == claim for slot in slots)
 
 
 @dataclass(frozen=True)
@@ -65,8 +46,8 @@ class TargetPass:
     """The target's network, cache, buffers and passes, used by the engine and by its rounds on the device.
 
     `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
-    float32 [N·T, V] of the last pass over trees, where V is the shard's part of the vocabulary. `claims`: every call
-    for a slot claims it before it starts. `last_logits`: those of each verdict of the last pass, float32 [R, V].
+    float32 [N·T, V] of the last pass over trees, where V is the shard's part of the vocabulary. `last_logits`: those of
+    each verdict of the last pass, float32 [R, V].
     """
 
     def __init__(
@@ -86,9 +67,10 @@ class TargetPass:
         self.kernels = attention.kernels
         # Passes that wait for other ranks are not captured.
         self.graphs = Graphs(device, capture=shard.size == 1)
-        self.claims = SlotClaims(slots)
         # On a CPU, without captures, a pass is as long as its longest tree.
-        self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
+        self.buckets: Sequence[int] = range(1, tokens + 1)
+        if device.type == "cuda":  # the largest is a prompt's, which is not padded
+            self.buckets = sorted({*tree_sizes(1 + limits.max_tree_budget), tokens})
         kernels, rows, states = attention.kernels, slots * self.bucket(1 + limits.max_tree_budget), None
         if dims.delta is not None:
             ours = kernels or has_kernels(device, dtype)
@@ -98,13 +80,13 @@ class TargetPass:
             states = States(dims, slots, limits.snapshot_every, most, dtype, device, kernels=ours)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=kernels, states=states)
         self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard, products)
-        self.logits = torch.empty(slots * tokens, self.network.vocabulary.rows, device=device)
-        self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
+        self.logits = torch.empty(rows, self.network.vocabulary.rows, device=device)
+        self._taps = torch.empty(rows, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 3, mask), device)
         # One for each slot, so that the commits of a round need no wait between them.
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
-        self._choices = Download(slots * tokens, device)
+        self._choices = Download(rows, device)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
         self.last_logits: list[Tensor] = []
 
@@ -147,7 +129,10 @@ class TargetPass:
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """One pass over all trees. The host waits for the choices; logits stay on the device until they are read."""
-        place, ids, positions = self._send(requests, max(len(r.tree) for r in requests), MaskMode.TREE)
+        longest = max(len(r.tree) for r in requests)
+        padding = self.cache.padding([r.slot for r in requests], self.bucket(longest))
+        sent = [*requests, *(VerifyRequest(slot, token_chain(np.zeros(1, np.int64))) for slot in padding)]
+        place, ids, positions = self._send(sent, longest, MaskMode.TREE)
         batch, tokens = ids.shape
         rows, on_device = batch * tokens, self._choices.on_device
 
@@ -200,6 +185,8 @@ class TargetPass:
         """Upload the control data of a pass over trees of at most `longest` tokens; returns the place of its rows, and
         token ids and positions int32 [N, T]."""
         tokens = self.bucket(longest)
+        if mode is not MaskMode.TREE:
+            tokens = longest  # no graph is captured
         for request in requests:
             self.cache.check_room(request.slot, tokens)
         padded = pad_trees(requests, self.cache.lengths, tokens, mask_words(tokens))
