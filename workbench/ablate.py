@@ -23,8 +23,7 @@ import typer
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.bench.measure import Session, describe_engine, describe_environment
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import Session, describe_engine, describe_environment, load_prompts
 from ddtree_trt.bench.report import table
 from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError

@@ -22,8 +22,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddtree_trt.bench.measure import PAUSE_S, Session, describe_engine, describe_environment
-from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.measure import PAUSE_S, BenchPrompt, Session, describe_engine, describe_environment, load_prompts
 from ddtree_trt.bench.report import table
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.errors import UsageError

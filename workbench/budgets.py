@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.measure import BenchPrompt, load_prompts
 from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.core import EngineCore, open_core
 from ddtree_trt.runtime.params import SamplingParams

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.bench.measure import Session
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE

@@ -20,7 +20,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.runtime import sequence
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.bench.measure import describe_environment
-from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.measure import BenchPrompt, describe_environment, load_prompts
 from ddtree_trt.bench.report import table
 from ddtree_trt.bench.settings import TINY
 from ddtree_trt.commands.arguments import with_options

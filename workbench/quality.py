@@ -1,6 +1,6 @@
 """Compare the next-token distributions of two engines of one model over prose.
 
-    python -m workbench quality ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N] [--threads N]
+    python -m workbench quality ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N] [--threads N] [--fp8 on]
 
 Both engines read the same windows of text. Printed are the mean Kullback-Leibler divergence from the reference to the
 engine in nats a token, the share of tokens after which both have the same best token, and the perplexity of each. The
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.options import Fp8
 from ddtree_trt.runtime.text.codec import TextCodec
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -88,11 +89,12 @@ def main(
     tokens: Annotated[int, typer.Option(help="at most so many of the text")] = 5120,
     window: Annotated[int, typer.Option(help="tokens that are read from an empty cache")] = 512,
     threads: int = 0,
+    fp8: Annotated[Fp8, typer.Option(help="weights of ENGINE, on PyTorch")] = "off",
 ) -> None:
     prose = "\n\n".join(path.read_text(encoding="utf-8") for path in text) or documentation()
     token_ids = TextCodec(reference, {}).encode(prose)[:tokens]
     with (
-        closing(open_engine(engine, threads=threads)) as own,
+        closing(open_engine(engine, threads=threads, fp8=fp8)) as own,
         closing(open_engine(reference, threads=threads)) as other,
     ):
         if own.manifest.target.sha256 != other.manifest.target.sha256:

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.bench.settings import TINY
 from workbench.options import started_server
 

@@ -70,6 +70,24 @@ __device__ void load(const TreeAttention& a, const Place& place, int thread, int
     }
 }
 
+// Likewise a whole tile of committed rows, which lie side by side: addresses are constants apart.
+template <int kHeadDim, int kThreads>
+__device__ void load_committed(const TreeAttention& a, const Place& place, int first, unsigned char* keys,
+                               unsigned char* values) {
+    constexpr int kChunks = kHeadDim / 8;
+    const int thread = threadIdx.x;
+    const int64_t from = (place.cache_row0 + first) * kChunks + thread;
+    const auto* const from_k = static_cast<const Bytes16*>(a.past_k) + from;
+    const auto* const from_v = static_cast<const Bytes16*>(a.past_v) + from;
+    DDTREE_UNROLL
+    for (int i = 0; i < kTileKeys * kChunks; i += kThreads) {
+        const int row = thread / kChunks + i / kChunks;
+        const int offset = i * 16 + thread / kChunks * kHeadDim * 2 + ((thread % kChunks ^ (row & 7)) * 16);
+        device::copy_async(keys + offset, from_k + i, true);
+        device::copy_async(values + offset, from_v + i, true);
+    }
+}
+
 // The left operands of 16 query rows, of which this lane reads [N, T, Hq] rows `row`; -1: zeros.
 template <int kHeadDim>
 __device__ void read_queries(const TreeAttention& a, const int64_t (&row)[2], uint32_t (&q)[kHeadDim / 16][4]) {
@@ -291,6 +309,10 @@ __device__ void attend_heads(const AttentionArgs& args, int block, unsigned char
     unsigned char* const tiles = shared + kControlBytes;
     const auto load_tile = [&](int at, int stage) {
         unsigned char* const keys = tiles + stage * kStage;
+        if (at + kTileKeys <= place.past) {
+            load_committed<kHeadDim, kThreads>(a, place, at, keys, keys + kStage / 2);
+            return;
+        }
         load<kHeadDim, kThreads>(
             a, place, threadIdx.x, at, kTileKeys, place.past + a.tokens, [](int fresh) { return fresh; }, keys,
             keys + kStage / 2);

@@ -25,6 +25,7 @@ struct Best {
 };
 
 __global__ void __launch_bounds__(kChoiceThreads) choose(const TokenChoice a) {
+    device::wait_and_trigger();
     DDTREE_DYNAMIC_SHARED(shared);
     auto* bests = reinterpret_cast<Best*>(shared);
     const int thread = static_cast<int>(threadIdx.x);

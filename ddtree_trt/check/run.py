@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.bench.measure import Session
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.check.agreement import Text, measure_agreement
 from ddtree_trt.check.findings import (

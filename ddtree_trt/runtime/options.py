@@ -10,6 +10,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.records import check, option
 
 DeviceRoundsMode = Literal["auto", "on", "off"]
+Fp8 = Literal["off", "drafter", "on"]
 MAX_RANKS = 64  # processes over which an engine is split
 
 
@@ -24,6 +25,9 @@ class EngineOptions:
             import it.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve; `on`:
             refuse other requests; `off`: never. `metrics` of an output have the choice and its reason.
+        fp8: weights in FP8, e4m3 with a scale for each row, made when the engine is opened: those of a DFlash
+            `drafter`, which changes no text, or with `on` the target's too, which changes it as int8 does. On a GPU
+            from compute capability 8.9 on, in bf16 or fp16.
         exact_stage_times: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take
             longer. Without it, work that a stage leaves on the GPU is timed in the next one that waits.
     """
@@ -38,6 +42,7 @@ class EngineOptions:
     device_rounds: DeviceRoundsMode = option(
         "auto", "Rounds that stay on the GPU: auto where they can, on refuses other requests.", "auto|on|off"
     )
+    fp8: Fp8 = option("off", "torch engines: weights in FP8, of the drafter or of both.", only=(TORCH.name,))
     exact_stage_times: bool = option(
         False, "Exact times of the stages: each waits for the GPU, which takes longer.", ""
     )
@@ -47,6 +52,10 @@ class EngineOptions:
         if self.tensor_parallel_size > 1 and self.device_rounds == "on":
             raise UsageError(
                 "device_rounds is on, but a target that is split has rounds on the host only; use auto or off"
+            )
+        if self.tensor_parallel_size > 1 and self.fp8 != "off":
+            raise UsageError(
+                f"fp8 is {self.fp8!r}, but the weights of a target that is split are not quantised; use off"
             )
 
 

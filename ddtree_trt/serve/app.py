@@ -27,9 +27,8 @@ from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.openai.chat import chat
-from ddtree_trt.serve.openai.completions import complete
+from ddtree_trt.serve.openai.completions import complete, detokenize, tokenize
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from ddtree_trt.serve.openai.tokenize import detokenize, tokenize
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service

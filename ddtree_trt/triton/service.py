@@ -32,8 +32,7 @@ from ddtree_trt.triton.metrics import (
     RESPONSES,
     Metrics,
 )
-from ddtree_trt.triton.requests import Call
-from ddtree_trt.triton.responses import Arrays, Responder
+from ddtree_trt.triton.requests import Arrays, Call, Responder
 
 _PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from scripted import make_manifest
 
 from ddtree_trt.artifact.manifest import Limits, load_manifest
-from ddtree_trt.bench.measure import Session
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError

@@ -14,8 +14,17 @@ from command_line import Cli
 from engine_builds import PACKAGED, build_torch_engine
 
 from ddtree_trt.bench import report
-from ddtree_trt.bench.measure import BenchResult, Outcome, Request, Run, Sample, Session, engine_runs, measure
-from ddtree_trt.bench.prompts import BenchPrompt
+from ddtree_trt.bench.measure import (
+    BenchPrompt,
+    BenchResult,
+    Outcome,
+    Request,
+    Run,
+    Sample,
+    Session,
+    engine_runs,
+    measure,
+)
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError, install_with
 

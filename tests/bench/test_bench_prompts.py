@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.errors import MissingDependency, UsageError
 from workbench import datasets as paper
 from workbench.datasets import PAPER_SETS, load_turns

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from majority_pair import build_majority
 
-from ddtree_trt.bench.measure import Session
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.bench.settings import Case, CheckSettings
 from ddtree_trt.check.agreement import Agreement, ContextBin, Text, measure_agreement
 from ddtree_trt.check.findings import CAUSES, CheckReport, DraftingFinding, describe

@@ -13,7 +13,7 @@ from engine_files import vouch
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import Examples, read_examples, required_examples
 from ddtree_trt.artifact.files import EXAMPLES
-from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import PackagedSource

@@ -48,7 +48,7 @@ def test_dry_run(tmp_path: Path) -> None:
             assert set(row["device"]["stage_ms"]) == {"draft", "rest"}
     (batch,) = result["batches"]
     assert {(row["slots"], row["tokens"]) for row in batch["rounds"]} == {(n, 1 << i) for n in (1, 2) for i in range(7)}
-    assert all(row["rest_ms"] > 0 and (row["draft_ms"] > 0) is (row["tokens"] > 1) for row in batch["rounds"])
+    assert all(row["draft_ms"] > 0 and row["rest_ms"] > 0 for row in batch["rounds"])
     assert all(step["slots"] == 2 and step["step_ms"] > 0 < step["graphs_ms"] for step in batch["steps"].values())
     cases = {"ar+device", "dflash+device", "ddtree@auto+device", "ddtree@4+device"}
     assert set(result["tokens_per_second"]) == cases and min(result["tokens_per_second"].values()) > 0

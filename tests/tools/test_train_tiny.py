@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from tools.train_drafter import loop
 from tools.train_drafter.settings import DataSettings, Schedule, ValidationSettings
 from tools.train_tiny import __main__ as command
-from tools.train_tiny.settings import CorpusSettings, EvaluationSettings, Settings, TargetSettings
+from tools.train_tiny.settings import HYBRID, CorpusSettings, EvaluationSettings, Settings, TargetSettings
 
 ASSETS = Path(__file__).resolve().parents[2] / "ddtree_trt" / "assets" / "tiny"
 
@@ -54,9 +56,9 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(run, loss_of)
 
-    def call(stage: str) -> None:
-        argv = ["train_tiny", stage, "--work", str(work), "--out", str(out), "--conversations", "300", "--pools", "2"]
-        monkeypatch.setattr(sys, "argv", argv)
+    def call(stage: str, *options: str) -> None:
+        folders = ["--work", str(work), "--out", str(out), "--conversations", "300", "--pools", "2"]
+        monkeypatch.setattr(sys, "argv", ["train_tiny", stage, *folders, *options])
         command.main()
 
     with monkeypatch.context() as patch:
@@ -76,3 +78,13 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, report in found.items():
         modes = {"ar", "eagle-4"} if name == "eagle3" else {"ar", "dflash", "ddtree-4"}
         assert report["0.0"]["prompts"] == 3 and set(report["0.0"]["tokens_per_round"]) == modes
+
+    shutil.rmtree(out / "target")
+    for folder in (out / "drafter", work / "target", work / "drafter", work / "data"):
+        shutil.rmtree(folder)
+    s = small()
+    target = replace(s.target, delta=HYBRID.target.delta, imitated=0.5)
+    monkeypatch.setattr(command, "HYBRID", replace(s, target=target, drafters={"drafter": s.drafters["drafter"]}))
+    call("drafter", "--hybrid")
+    ours, packaged = (json.loads((at / "drafter" / "config.json").read_text()) for at in (out, ASSETS))
+    assert ours == packaged and load_checkpoint(out / "target").dims.delta == HYBRID.target.delta

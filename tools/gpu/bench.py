@@ -273,6 +273,7 @@ def main() -> int:
         body["kernels"] = report.step("kernels", lambda: kernel_check(args.kernel_check))
     if device.type == "cuda":
         body["pointwise"] = report.step("norms, rotary, swiglu", lambda: correct.check_pointwise(device))
+        body["products"] = report.step("products", lambda: correct.check_products(device))
     with tempfile.TemporaryDirectory() as folder:
         check = partial(correct.check, Path(folder), device=device, count=scale.prompts, tokens=scale.tokens)
         for precision in scale.precisions:

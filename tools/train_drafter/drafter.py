@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.drafters.tapped import TO_TARGET
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.families import QWEN3
+from ddtree_trt.models.families import QWEN3, Family
 
 from .model import Config, DFlash, Drafter, Eagle3, make
 from .settings import DrafterSettings
@@ -25,14 +25,14 @@ from .target import Answer
 FIELD = "draft_vocab_size"
 
 
-def plain_config(dims: TransformerDims, *, tied: bool, dtype: str, tokens: Config) -> Config:
+def plain_config(dims: TransformerDims, *, tied: bool, dtype: str, tokens: Config, family: Family = QWEN3) -> Config:
     """What the config.json of a target and of a drafter have in common; `tokens` are its special ones."""
     entries = {
-        **QWEN3.config_entries(dims),
+        "layer_types": ["full_attention"] * dims.num_layers,
+        **family.config_entries(dims),
         "attention_dropout": 0.0,
         "dtype": dtype,
         "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * dims.num_layers,
         "max_window_layers": dims.num_layers,
         "rope_parameters": {"rope_theta": dims.rope_theta, "rope_type": "default"},
         "sliding_window": None,

@@ -24,8 +24,8 @@ from tools.train_drafter.training import train_drafter
 
 from . import corpus, tokenizer
 from .evaluate import evaluate
-from .settings import DFLASH, MASK, Settings
-from .target import train_target
+from .settings import DFLASH, HYBRID, MASK, Settings
+from .target import PACKAGED, train_target
 from .tokenizer import TokenSet
 
 
@@ -85,6 +85,8 @@ class Tiny:
     def train(self, name: str) -> None:
         if not (self.out / name).exists():
             work, init = self.work / name, self.out / "drafter" if name == "dspark" else None
+            if self.settings.target.delta:
+                init = PACKAGED / name
             if train_drafter(self.load(), self.settings.drafters[name], MASK, work, self.work / "data", init):
                 shutil.copytree(work / "best", self.out / name)
 
@@ -137,22 +139,24 @@ def scaled(settings: Settings, scale: float) -> Settings:
 
 
 def main() -> None:
-    settings = Settings()
     parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its drafters.")
     parser.add_argument("stage", choices=["all", *NEEDS])
     parser.add_argument("--work", type=Path, required=True, help="folder of intermediate files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--conversations", type=int, default=settings.corpus.conversations)
-    parser.add_argument("--pools", type=int, default=settings.pools, help="data: how many files of 384 answers")
+    parser.add_argument("--conversations", type=int, default=Settings().corpus.conversations)
+    parser.add_argument("--pools", type=int, help="data: how many files of 384 answers")
     parser.add_argument("--scale", type=float, default=1.0, help="length of the trainings, times the default")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--hybrid", action="store_true", help="a target of gated delta nets, with a DFlash drafter")
     parser.add_argument(
         "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; evaluate: all"
     )
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    settings = replace(settings, corpus=replace(settings.corpus, conversations=args.conversations), pools=args.pools)
+    settings = HYBRID if args.hybrid else Settings()
+    corpus_size = replace(settings.corpus, conversations=args.conversations)
+    settings = replace(settings, corpus=corpus_size, pools=args.pools or settings.pools)
     if args.packaged:
         others = ("dspark", "eagle3") if args.stage == "evaluate" else ()
         copy_packaged(args.out, ("target", "drafter", "tokenizer", *others))

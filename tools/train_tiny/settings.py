@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ddtree_trt.models.delta import DeltaNet
 from tools.train_drafter.settings import DataSettings, DrafterSettings, Schedule, ValidationSettings
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>")
@@ -44,6 +45,8 @@ class TargetSettings:
     tokens_per_micro: int = 700
     seed: int = 0
     schedule: Schedule = _TARGET
+    delta: DeltaNet | None = None  # of a hybrid, which begins as the packaged target where tensors have the same use
+    imitated: float = 0.0  # share of the training in which a hybrid's layers imitate the packaged target's, one by one
 
 
 DFLASH = DrafterSettings(
@@ -78,3 +81,10 @@ class Settings:
     )
     validation: ValidationSettings = _VALIDATION
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+
+_DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=64, value_dim=64, taps=4, attention_layers=(2, 5))
+HYBRID = Settings(
+    target=TargetSettings(delta=_DELTA, imitated=0.5, schedule=replace(_TARGET, warmup=10, micro_batches=1)),
+    drafters={"drafter": DFLASH},
+)

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.families import QWEN3
+from ddtree_trt.models.families import QWEN3, QWEN3_5
 from tools.train_drafter.drafter import plain_config, save
 from tools.train_drafter.loop import Log, Run, train
 
@@ -21,6 +23,7 @@ from .settings import EOS, PAD, TargetSettings
 from .tokenizer import TokenSet
 
 Batch = tuple[Tensor, Tensor]
+PACKAGED = PackagedSource("tiny").directory
 
 
 def target_config(settings: TargetSettings) -> dict[str, Any]:
@@ -35,21 +38,49 @@ def target_config(settings: TargetSettings) -> dict[str, Any]:
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         max_positions=2048,
+        delta=settings.delta,
+        rotary_dim=settings.head_dim // 4 if settings.delta else None,
     )
+    family = QWEN3_5 if settings.delta else QWEN3
     tokens = {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}
-    return {"architectures": [QWEN3.architecture], **plain_config(dims, tied=True, dtype="float16", tokens=tokens)}
+    config = plain_config(dims, tied=True, dtype="float16", tokens=tokens, family=family)
+    return {"architectures": [family.architecture], **config}
 
 
 def fresh(settings: TargetSettings) -> Any:
     """Random weights; what each layer adds to the residual stream starts at zero."""
     torch.manual_seed(settings.seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**target_config(settings), "dtype": "float32", "torch_dtype": None}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**target_config(settings), "dtype": "float32", "torch_dtype": None})
+    )
     for name, p in model.named_parameters():
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.02)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             torch.nn.init.zeros_(p)
+    if settings.delta:
+        packaged = load_file(PACKAGED / "target" / "model.safetensors")
+        model.load_state_dict(_as_hybrid(packaged, model.state_dict()), strict=False)
     return model
+
+
+def _as_hybrid(weights: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The packaged target's tensors that a hybrid has: norms around 0, a gate of one half behind attention, a product
+    of twice the size in return."""
+    found = {}
+    for name, value in weights.items():
+        if name not in own:
+            continue
+        value = value.float()
+        if name.endswith("norm.weight"):
+            value -= 1
+        if name.endswith("q_proj.weight"):
+            heads = value.unflatten(0, (-1, own[name.replace("q_proj", "q_norm")].shape[0]))
+            value = torch.stack((heads, torch.zeros_like(heads)), 1).flatten(0, 2)
+        if name.endswith("o_proj.weight"):
+            value *= 2
+        found[name] = value
+    return found
 
 
 def save_target(model: Any, settings: TargetSettings, folder: Path) -> None:
@@ -99,6 +130,21 @@ def answer_loss(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(model.lm_head(hidden[chosen]).float(), ids[:, 1:][chosen])
 
 
+def imitation_loss(model: Any, packaged: Any, batch: Batch) -> Tensor:
+    """How far each layer is from adding what the packaged target's adds to its own states: relative squares."""
+    ids, _ = batch
+    with torch.no_grad():
+        states = packaged.model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    place = torch.arange(ids.shape[1])[None].expand(len(ids), -1)
+    angles, told, total = model.model.rotary_emb(states[0], place), ids != PAD, torch.zeros(())
+    for layer, before, wanted in zip(model.model.layers, states[:-1], states[1:], strict=True):
+        found, size = layer(before, position_embeddings=angles, position_ids=place), wanted - before
+        if wanted is states[-1]:
+            found, size = model.model.norm(found), wanted
+        total = total + (found - wanted)[told].float().square().mean() / size[told].float().square().mean()
+    return total
+
+
 def train_target(settings: TargetSettings, arrays: dict[str, Path], work: Path, out: Path) -> bool:
     """Train from nothing, or on from work/checkpoint.pt; whether the end was reached."""
     work.mkdir(parents=True, exist_ok=True)
@@ -112,5 +158,14 @@ def train_target(settings: TargetSettings, arrays: dict[str, Path], work: Path, 
         loss = float(torch.stack([answer_loss(shown, batch) for batch in check]).mean())
         return -loss, {"held_out_loss": round(loss, 4)}
 
+    packaged = None
+    if settings.imitated:
+        packaged = AutoModelForCausalLM.from_pretrained(PACKAGED / "target", dtype=torch.bfloat16).requires_grad_(False)
+
+    def loss_of(model: Any, _: int) -> Tensor:
+        if run.progress < settings.imitated:
+            return imitation_loss(model, packaged, next(stream))
+        return answer_loss(model, next(stream))
+
     log = Log(work / "train.log")
-    return train(run, lambda m, _: answer_loss(m, next(stream)), measure, lambda m: save_target(m, settings, out), log)
+    return train(run, loss_of, measure, lambda m: save_target(m, settings, out), log)

@@ -30,7 +30,7 @@ from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, target_ids
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
-from ddtree_trt.runtime.engines.torch.products import PYTORCH, ready_head
+from ddtree_trt.runtime.engines.torch.products import ready_head
 
 
 class BlockDrafter(BlockOnDevice):
@@ -187,7 +187,8 @@ class Network:
         self._target_ids = target_ids(weights)
         self._masks = tuple(dims.mask(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
         around = Convolutions(dims, weights, DRAFTER).around if dims.convolution else None
-        self._decoder = Decoder(dims, weights, DRAFTER, cache, parts.attention, around)
+        self._product = parts.products
+        self._decoder = Decoder(dims, weights, DRAFTER, cache, parts.attention, around, products=parts.products)
         self._pairs = None if dims.pair_head is None else PairScores(dims.pair_head, weights, DRAFTER)
         self._fc = weights[f"{DRAFTER}fc"]
         self._context_norm = weights[f"{DRAFTER}context_norm"]
@@ -203,7 +204,7 @@ class Network:
         """Write the keys and values of context rows, from tapped target states [N, C, M·H], behind `place.past`."""
         d, decoder = self.dims, self._decoder
         batch, rows = states.shape[:2]
-        _, context = decoder.math.add_norm(F.linear(states, self._fc), None, self._context_norm, d.rms_norm_eps)
+        _, context = decoder.math.add_norm(self._product(states, self._fc), None, self._context_norm, d.rms_norm_eps)
         context = context.flatten(0, 1)
         # [layers, N·C, 2·Hkv·D], by a view of the stored weights that leaves out those of the queries.
         product = torch.bmm(context.expand(d.num_layers, -1, -1), self._context_kv.transpose(1, 2))
@@ -226,13 +227,13 @@ class Network:
         masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
         token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
         positions = place.past[:, None] + self._block
-        x = self._embed(token_ids).to(self._fc.dtype)
+        x = self._embed(token_ids).to(self.cache.slab.dtype)
         if d.embedding_scale != 1:
             x = x * d.embedding_scale
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, masks=self._masks)
         first = d.block_size - d.draft_length
         hidden = hidden[:, first : first + reach]
-        logits = PYTORCH.logits(hidden.flatten(0, 1), self._head)
+        logits = self._product.logits(hidden.flatten(0, 1), self._head)
         if self._pairs is None:
             logits = self._capped(logits)
         normalised = self._pairs is None

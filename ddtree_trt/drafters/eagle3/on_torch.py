@@ -34,6 +34,7 @@ class TorchEagle:
         self._state_norm = weights[f"{DRAFTER}state_norm"]
         self._embedding = weights[f"{DRAFTER}embedding"] if dims.own_embedding else target.embedding
         self._head = ready_head(weights[f"{DRAFTER}head"]) if dims.own_head else target.head
+        self._product = PYTORCH if dims.own_head else target.product
         self._vocabulary = Vocabulary(dims.head_size)
         self._kernels = parts.attention.kernels
         self._target_ids = target_ids(weights)
@@ -76,7 +77,7 @@ class TorchEagle:
 
     def _level(self, normed: Tensor, outputs: Tensor, top_k: int) -> Level:
         """The results of rows with these outputs [R, H]."""
-        logits = PYTORCH.logits(normed, self._head)
+        logits = self._product.logits(normed, self._head)
         log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, self.dims.head_size), kernels=self._kernels)
         if self._target_ids is not None:
             ids = self._target_ids[ids]

@@ -15,7 +15,7 @@ from ddtree_trt.artifact.template_arguments import KEYWORD, check_arguments, tem
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.errors import ArtifactError, UsageError, shown
 from ddtree_trt.reading import Source
-from ddtree_trt.runtime.chat.messages import template_messages
+from ddtree_trt.runtime.chat.tools import template_messages
 from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.runtime.values import as_integer, check_text
 

@@ -15,6 +15,7 @@ from engine_builds import PACKAGED, build_torch_engine
 from numerics import path_to, random_tree
 
 from ddtree_trt.device.buffers import CANDIDATES, tree_sizes
+from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5
 from ddtree_trt.plugins import MaskMode
@@ -24,7 +25,7 @@ from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
-from ddtree_trt.runtime.engines.torch.products import Products
+from ddtree_trt.runtime.engines.torch.products import Products, Weight
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -98,11 +99,12 @@ def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
     rows: list[int] = []
 
     class Recorded(Products):
-        def logits(self, hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        def logits(self, hidden: torch.Tensor, head: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
             rows.append(len(hidden))
             return super().logits(hidden, head, out)
 
-    monkeypatch.setattr("ddtree_trt.drafters.dflash.on_torch.PYTORCH", Recorded())
+    assert isinstance(engine.drafter, BlockDrafter)
+    monkeypatch.setattr(engine.drafter.model, "_product", Recorded())
     fill(engine, (9, 12))
     longest = engine.manifest.drafting.dims.draft_length
     for nodes, reach in ((1, 1), (3, 3), (2 * longest, longest)):

@@ -21,7 +21,7 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import engine as torch_engine
 from ddtree_trt.runtime.engines.torch import products as torch_products
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.products import FixedOrder, Tile, fixed_order, tile_for
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, FixedOrder, Scaled, Tile, fixed_order, tile_for
 
 ROWS = (1, 3, 17, 65, 200)
 SHARED_BYTES = 227 << 10  # of an H100
@@ -46,10 +46,17 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "gated", "sm"), [(1, 24576, True, 90), (64, 151936, False, 90), (1, 4096, False, 80)]
+    ("rows", "columns", "gated", "fp8", "sm"),
+    [
+        (1, 24576, True, False, 90),
+        (64, 151936, False, False, 90),
+        (64, 24576, True, True, 90),
+        (1, 151936, False, True, 89),
+        (1, 4096, False, False, 80),
+    ],
 )
 def test_it_compiles_for_gpus(
-    rows: int, columns: int, gated: bool, sm: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rows: int, columns: int, gated: bool, fp8: bool, sm: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """To machine code. With programmatic dependent launches what comes before the wait are loads of weights alone."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -68,8 +75,10 @@ def test_it_compiles_for_gpus(
         "PDL": pdl,
         "PIECE": 512 if pdl else 0,
         "bias": None,
+        **({} if fp8 else {"scales": None}),
     }
-    pointers = {"x": "*bf16", "w": "*bf16", "out": "*bf16" if gated else "*fp32"}
+    weight, out = "*fp8e4nv" if fp8 else "*bf16", "*bf16" if gated else "*fp32"
+    pointers = {"x": "*bf16", "w": weight, "scales": "*fp32", "out": out}
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     whole = [name for name in names if types[name] != "constexpr" and name != "rows"]
@@ -119,6 +128,29 @@ def test_swiglu_is_that_of_the_product(launch: Callable[..., None], inner: int, 
         assert torch.equal(products.swiglu(x[:rows], weight, F.silu), whole[:rows])
 
 
+@pytest.mark.parametrize(("columns", "inner"), [(100, 64), (34, 48)])
+def test_weights_in_fp8(launch: Callable[..., None], columns: int, inner: int) -> None:
+    """The nearest values of four bits that e4m3 has, and their products: PyTorch's, in equal bits for all heights."""
+    products = FixedOrder(launch, SHARED_BYTES, pdl=False)
+    x, weight = half(max(ROWS), inner, seed=8), half(columns, inner, seed=9)
+    weight[1] *= 2.0**-9
+    weight[2] = 0
+    scaled = Scaled.of(weight)
+    found = scaled.values.double() * scaled.scales.double()[:, None]
+    exact, largest = weight.double(), weight.double().abs().amax(-1, keepdim=True)
+    assert ((found - exact).abs() <= 2.0**-4 * exact.abs() + largest * 2.0**-10 / 448).all()
+    assert found[2].eq(0).all()
+    torch.testing.assert_close(found.abs().amax(-1, keepdim=True), largest, atol=0, rtol=1e-6)
+    whole, gated = products(x, scaled), products.swiglu(x, scaled, F.silu)
+    torch.testing.assert_close(whole.double(), x.double() @ found.t(), atol=1e-4, rtol=1.02 * 2**-11)
+    torch.testing.assert_close(PYTORCH(x, scaled), whole, atol=1e-4, rtol=2**-10)
+    gates, values = whole.double().chunk(2, -1)
+    torch.testing.assert_close(gated.double(), F.silu(gates) * values, atol=1e-4, rtol=1.02 * 2**-11)
+    for rows in ROWS:
+        assert torch.equal(products(x[:rows], scaled), whole[:rows])
+        assert torch.equal(products.swiglu(x[:rows], scaled, F.silu), gated[:rows])
+
+
 def test_rows_and_weights_may_lie_apart(launch: Callable[..., None]) -> None:
     products = FixedOrder(launch, SHARED_BYTES, pdl=False)
     x, weight = half(5, 96, seed=5)[:, 16:64], half(40, 64, seed=6)[:, :48]
@@ -136,9 +168,12 @@ def test_tiles_fit(shape: tuple[int, int], shared_bytes: int) -> None:
     assert tile_for(64, 151936, 4096, SHARED_BYTES) == Tile(64, 128, 128, 8, 3)
 
 
-def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, **kind: bool) -> None:
+def by_pytorch(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor, tile: Tile, **kind: bool
+) -> None:
     """In the kernel's place, row by row, so that the bits do not depend on their number."""
-    found = torch.cat([F.linear(row[None], weight, bias) for row in x])
+    matrix = weight if scales is None else Scaled(weight, scales)
+    found = torch.cat([PYTORCH(row[None], matrix, bias) for row in x])
     if kind["gated"]:
         gates, values = found.chunk(2, -1)
         found = F.silu(gates) * values
@@ -148,8 +183,8 @@ def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile
 def other_bits(*heights: int) -> Callable[..., None]:
     """The same, but for tiles of these heights in other bits."""
 
-    def launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, **kind: bool) -> None:
-        by_pytorch(x, weight, bias, out, tile, **kind)
+    def launch(x: Tensor, weight: Tensor, scales: Any, bias: Any, out: Tensor, tile: Tile, **kind: bool) -> None:
+        by_pytorch(x, weight, scales, bias, out, tile, **kind)
         if tile.height in heights:
             out[len(x) // 2].nextafter_(torch.tensor(math.inf))
 
@@ -187,9 +222,9 @@ def both(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tor
     """An engine as it is on a CPU, one as it is on a GPU, and the addresses of the weights the latter multiplied."""
     used: set[int] = set()
 
-    def launch(x: Tensor, weight: Tensor, bias: Any, out: Tensor, tile: Tile, **kind: bool) -> None:
+    def launch(x: Tensor, weight: Tensor, scales: Any, bias: Any, out: Tensor, tile: Tile, **kind: bool) -> None:
         used.add(weight.data_ptr())
-        by_pytorch(x, weight, bias, out, tile, **kind)
+        by_pytorch(x, weight, scales, bias, out, tile, **kind)
 
     plain = open_engine(directory, threads=1)
     monkeypatch.setattr(torch_engine, "why_inexact", lambda *_, **__: None)

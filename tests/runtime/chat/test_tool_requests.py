@@ -11,9 +11,8 @@ from engine_builds import PACKAGED
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.chat.messages import template_messages
 from ddtree_trt.runtime.chat.parsers import reasoning_parser, tool_parser
-from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.chat.tools import ToolUse, read_use, template_messages
 from ddtree_trt.runtime.text.codec import TextCodec
 
 

@@ -17,8 +17,7 @@ try:
     from ddtree_trt.errors import DDTreeError
     from ddtree_trt.triton import ENGINE_FOLDER
     from ddtree_trt.triton.metrics import Metrics
-    from ddtree_trt.triton.requests import Call, parse
-    from ddtree_trt.triton.responses import Arrays
+    from ddtree_trt.triton.requests import Arrays, Call, parse
     from ddtree_trt.triton.service import Code, Service, Settings, select_device
 except ImportError as error:
     raise ImportError(

@@ -23,6 +23,7 @@ from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET
 from ddtree_trt.device import memory
 from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.exactness import why_inexact
@@ -31,7 +32,7 @@ from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, att
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.model import DrafterParts, Weights
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
-from ddtree_trt.runtime.engines.torch.products import PYTORCH, fixed_order
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, Scaled, fixed_order
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -39,6 +40,7 @@ from ddtree_trt.runtime.engines.torch.weights import (
     check_device,
     choose_device,
     device_name,
+    quantise,
     read_weights,
     use_float32_sums,
 )
@@ -51,12 +53,17 @@ class TorchEngine:
     mixes = False
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
-        """`weights` by the names of `weight_layout`, on the device and in the manifest's precision. `shard`: the part
-        of the target that these are, with a manifest of that part's dimensions."""
+        """`weights` by the names of `weight_layout`, on the device and in the manifest's precision, or `Scaled`.
+        `shard`: the part of the target that these are, with a manifest of that part's dimensions. Raises UsageError for
+        weights in FP8 on a GPU that cannot multiply them."""
         if device.type == "cuda":
             use_float32_sums()
         # Latencies depend on the device: the toolchain is a part of the latency profile's fingerprint.
-        self.manifest = replace(manifest, toolchain={**manifest.toolchain, "device": device_name(device)})
+        scaled = {name: w for name, w in weights.items() if isinstance(w, Scaled)}
+        toolchain = {**manifest.toolchain, "device": device_name(device)}
+        if scaled:
+            toolchain["fp8"] = " ".join(sorted({name.partition(".")[0] for name in scaled}))
+        self.manifest = replace(manifest, toolchain=toolchain)
         self.device = device
         self.threads = 1 if device.type == "cuda" else torch.get_num_threads()
         self.limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
@@ -64,16 +71,25 @@ class TorchEngine:
         scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
         attention = attention_for(device, dtype, dims.head_dim, scratch)
         kernels = device.type == "cuda" and attention.kernels
-        self.inexact, products = why_inexact(manifest, kernels=kernels, ranks=shard.size), PYTORCH
+        self.inexact, products, own = why_inexact(manifest, kernels=kernels, ranks=shard.size), PYTORCH, PYTORCH
         if self.inexact is None:
             products, self.inexact = fixed_order({n: w for n, w in weights.items() if n.startswith(TARGET)}, device)
+        in_drafter = {name: w for name, w in scaled.items() if name.startswith(DRAFTER)}
+        if in_drafter and device.type == "cuda" and weights[f"{DRAFTER}norm"].dtype != torch.float32:
+            own, _ = fixed_order(in_drafter, device)
+        lacks = (in_drafter and own is PYTORCH) or (len(scaled) > len(in_drafter) and products is PYTORCH)
+        if lacks and device.type == "cuda":
+            raise UsageError(
+                "fp8 on a GPU needs an engine in bf16 or fp16, compute capability 8.9 or higher, and Triton; found "
+                f"{manifest.precision} on {device_name(device)}: {self.inexact}; use fp8 off"
+            )
         taps = manifest.drafting.tap_layers
         self.target = TargetPass(manifest, weights, taps, attention, device, shard, products)
         drafter_dtype = weights[f"{DRAFTER}norm"].dtype  # a block drafter may have another precision than its target
         own_attention = attention_for(device, drafter_dtype, draft_dims.head_dim, scratch)
         slots, rows = self.limits.max_batch, self.target.cache.rows
         cache = DeviceCache(draft_dims, slots, rows, drafter_dtype, device, kernels=own_attention.kernels)
-        parts = DrafterParts(weights, self.target.network, cache, own_attention, self.target.graphs)
+        parts = DrafterParts(weights, self.target.network, cache, own_attention, self.target.graphs, own)
         self.drafter = make_drafter(manifest, parts)
         # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, the whole rows of
         # logits that they draw from, and a cache that a round launched in vain leaves as it is.
@@ -96,7 +112,10 @@ class TorchEngine:
         if device.type == "cpu":
             small = manifest.files[artifact.TORCH_WEIGHTS].size < SINGLE_THREAD_BYTES
             torch.set_num_threads(options.threads or (1 if small else torch.get_num_threads()))
-        return cls(manifest, read_weights(directory, manifest, device), device)
+        weights = read_weights(directory, manifest, device)
+        if options.fp8 != "off":
+            quantise(weights, manifest, options.fp8)
+        return cls(manifest, weights, device)
 
     @property
     def buckets(self) -> Sequence[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabu
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products, ready_head
 
-Weights = Mapping[str, Tensor]
+Weights = Mapping[str, Any]  # tensors; matrices of products may be `Scaled`
 Sublayer = Callable[[Tensor], Tensor]
 # (layer, ATTENTION or MLP, rows h [N, T, H], the sublayer) → what stands in the sublayer's place
 Around = Callable[[int, str, Tensor, Sublayer], Tensor]
@@ -33,7 +34,7 @@ Around = Callable[[int, str, Tensor, Sublayer], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's weights, named as its parts are."""
+    """A layer's weights, named as its parts are; `Weights` says which may be no tensors."""
 
     qkv: Tensor  # [(Hq + 2·Hkv)·D, H], or all of `projected_widths`
     o: Tensor  # [H, Hq·D], or [H, Hv·Dv]
@@ -207,7 +208,7 @@ class LanguageModel:
         self.embedding = weights[f"{prefix}embedding"]
         self.head = ready_head(weights.get(f"{prefix}head", self.embedding))
         self._decoder = Decoder(dims, weights, prefix, cache, attention, shard=shard, products=products)
-        self._product = products
+        self.product = products
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings [..., H] of token_ids int [...]."""
@@ -223,7 +224,7 @@ class LanguageModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
-        return self._product.logits(hidden, self.head, out)
+        return self.product.logits(hidden, self.head, out)
 
 
 @dataclass(frozen=True)
@@ -235,3 +236,4 @@ class DrafterParts:
     cache: DeviceCache  # its own
     attention: Attention  # likewise
     graphs: Graphs
+    products: Products = PYTORCH

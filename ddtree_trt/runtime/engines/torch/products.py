@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from ddtree_trt.errors import told
 
 _logger = logging.getLogger("ddtree_trt.torch")
 _CHECKED = (1, 3, 17, 65, 200)  # rows of the products that are compared when an engine is opened: all heights of tiles
+_LARGEST = 448  # value of e4m3
+_PART = 8192  # rows that are quantised at a time
 _STEP = 16  # of K: what one instruction multiplies
 _PDL_SM = (9, 0)  # the first with programmatic dependent launches
 
@@ -60,22 +63,56 @@ def tile_for(rows: int, columns: int, inner: int, shared_bytes: int) -> Tile:
     return tile._replace(depth=depth, stages=max(1, min(tile.stages, stages)))
 
 
-class Products:
-    """PyTorch's, of rows x [..., K] with weights [N, K]."""
+@dataclass(frozen=True)
+class Scaled:
+    """A weight [N, K] in FP8, each row divided by its scale: half the bytes to read, and the same arithmetic."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    values: Tensor  # float8_e4m3fn [N, K]
+    scales: Tensor  # float32 [N]
+
+    @staticmethod
+    def of(weight: Tensor) -> Scaled:
+        """The nearest to a weight: a row's largest element becomes the largest of e4m3."""
+        scales = (weight.abs().amax(-1).float() / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        parts = zip(weight.split(_PART), scales.split(_PART), strict=True)  # a whole head in float32 would be large
+        return Scaled(torch.cat([(w.float() / s[:, None]).to(torch.float8_e4m3fn) for w, s in parts]), scales)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+Weight = Tensor | Scaled
+
+
+class Products:
+    """PyTorch's, of rows x [..., K] with weights [N, K]; those in FP8 for their numerics, not for speed."""
+
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """[..., N], of x's type; the bias is [N]."""
+        if isinstance(weight, Scaled):
+            found = F.linear(x.float(), weight.values.float()) * weight.scales
+            return (found if bias is None else found + bias).to(x.dtype)
         return F.linear(x, weight, bias)
 
-    def swiglu(self, x: Tensor, weight: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+    def swiglu(self, x: Tensor, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
         """silu(gates) · values [..., N / 2], the halves of the product's columns; `swiglu` computes it of these."""
         return swiglu(self(x, weight))
 
-    def logits(self, hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, head: Weight, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, K], kept in the float32 they are summed in: half precisions have steps
         between large logits in which different tokens would look equal."""
         if out is None:
             out = torch.empty(len(hidden), len(head), device=hidden.device)
+        if isinstance(head, Scaled):
+            return out.copy_(self(hidden.float(), head))
         if hidden.is_cuda and head.dtype != torch.float32:
             return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
         return torch.mm(hidden.to(head.dtype), head.t(), out=out)
@@ -84,13 +121,13 @@ class Products:
 PYTORCH = Products()
 
 
-def ready_head(head: Tensor) -> Tensor:
+def ready_head(head: Weight) -> Weight:
     """A head as `Products.logits` takes it: float32 sums of half-precision products are available in CUDA only."""
-    return head if head.is_cuda else head.float()
+    return head if isinstance(head, Scaled) or head.is_cuda else head.float()
 
 
 class FixedOrder(Products):
-    """By our kernel, for weights [N, K] in half precision of which K is a multiple of 16."""
+    """By our kernel, for weights [N, K] in half precision or FP8 of which K is a multiple of 16."""
 
     def __init__(self, launch: Callable[..., None], shared_bytes: int, *, pdl: bool) -> None:
         """`launch` is `product_kernel`'s; `shared_bytes` as `tile_for`; `pdl`: programmatic dependent launches."""
@@ -99,27 +136,28 @@ class FixedOrder(Products):
         self._pdl = pdl
         self._one_height: set[torch.Size] = set()  # of weights whose products all have tiles of 64 rows
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return self._run(x, weight, bias, x.new_empty(*x.shape[:-1], len(weight)))
 
-    def swiglu(self, x: Tensor, weight: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+    def swiglu(self, x: Tensor, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
         return self._run(x, weight, None, x.new_empty(*x.shape[:-1], len(weight) // 2), gated=True)
 
-    def logits(self, hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, head: Weight, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(len(hidden), len(head), device=hidden.device)
-        return self._run(hidden.to(head.dtype), head, None, out)
+        return self._run(hidden if isinstance(head, Scaled) else hidden.to(head.dtype), head, None, out)
 
-    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> Tensor:
+    def _run(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         height = 64 if weight.shape in self._one_height else len(rows)
         columns, inner = weight.shape
         tile = tile_for(height, columns, inner, self._shared_bytes)
+        values, scales = (weight.values, weight.scales) if isinstance(weight, Scaled) else (weight, None)
         if len(rows):
-            self._launch(rows, weight, bias, out, tile, gated=gated, pdl=self._pdl)
+            self._launch(rows, values, scales, bias, out, tile, gated=gated, pdl=self._pdl)
         return out
 
-    def holds(self, name: str, weight: Tensor) -> bool:
+    def holds(self, name: str, weight: Weight) -> bool:
         """Whether rows have the same bits in products of all heights with a target's weight of that name. Where they
         have not at first, all of its products are made in tiles of 64 rows from then on, and a line says so."""
         if self._equal(name, weight):
@@ -132,20 +170,21 @@ class FixedOrder(Products):
         )
         return self._equal(name, weight)
 
-    def _equal(self, name: str, weight: Tensor) -> bool:
+    def _equal(self, name: str, weight: Weight) -> bool:
         """Compare products of three rows again and again, one below the other."""
-        three = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        three = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        three = three.to(weight.values.device, torch.bfloat16) if isinstance(weight, Scaled) else three.to(weight)
         gated, table = name.endswith("gate_up"), name.endswith(("head", "embedding"))
         pick = partial(self.swiglu, swiglu=F.silu) if gated else self.logits if table else self
         expected = pick(three, weight)
         for rows in _CHECKED:
-            number = torch.arange(rows, device=weight.device) % 3
+            number = torch.arange(rows, device=three.device) % 3
             if not torch.equal(pick(three[number], weight), expected[number]):
                 return False
         return True
 
 
-def fixed_order(weights: Mapping[str, Tensor], device: torch.device) -> tuple[Products, str | None]:
+def fixed_order(weights: Mapping[str, Weight], device: torch.device) -> tuple[Products, str | None]:
     """Products in one order for the matrices [N, K] among the weights of a network on a GPU, and None; where they
     cannot be had, PyTorch's or the best there are, and why. Every shape is tried: what one release of Triton compiles
     to equal bits, another may not."""

@@ -15,9 +15,11 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, block_drafter_precision
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
-from ddtree_trt.errors import ArtifactError
+from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.plugins import LOWEST_SM
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Cut, Shard, cut_of
+from ddtree_trt.runtime.engines.torch.products import Scaled
+from ddtree_trt.runtime.options import Fp8
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in TORCH.precisions}
 
@@ -94,6 +96,26 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
     return weights
+
+
+def quantise(weights: dict[str, Any], manifest: Manifest, networks: Fp8) -> None:
+    """Put matrices in FP8 in the place of a DFlash drafter's, its head among them, and of the target's if `networks` is
+    `on`. What a drafter computes of its context stays as it is: one product for all layers. Raises UsageError where
+    that cannot be done."""
+    if networks == "drafter" and manifest.drafting.block_size is None:
+        raise UsageError(f"fp8 'drafter' is for engines with a drafter of blocks, not an {manifest.drafting.title}")
+    if networks == "on" and (manifest.target_dims.experts or manifest.target_dims.delta):
+        raise UsageError("fp8 'on' is for targets of attention and dense layers alone; use 'drafter' or 'off'")
+    head = weights.get(f"{TARGET}head", weights[f"{TARGET}embedding"])
+    if networks == "on":
+        weights[f"{TARGET}head"] = Scaled.of(head)
+    elif weights.get(f"{DRAFTER}head") is None:
+        weights[f"{DRAFTER}head"] = head
+    wanted = {TARGET: {"qkv", "o", "gate_up", "down"} if networks == "on" else set()}
+    wanted[DRAFTER] = {"o", "gate_up", "down", "fc", "head"} if manifest.drafting.block_size else set()
+    for network, parts in wanted.items():
+        for name in [n for n in weights if n.startswith(network) and n.rpartition(".")[2] in parts]:
+            weights[name] = Scaled.of(weights[name])
 
 
 def _read(file: Any, name: str, cut: Cut | None) -> tuple[Tensor, tuple[int, ...]]:
