@@ -99,7 +99,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
 
 
 def quantise(weights: dict[str, Any], manifest: Manifest, networks: Fp8) -> None:
-    """Put matrices in FP8 in the place of a DFlash drafter's, its head among them, and of the target's layers if `networks`
+    """Put matrices in FP8 in the place of a DFlash drafter's, with its head, and of the target's layers if `networks`
     is `on`. What a drafter computes of its context stays as it is: one product for all layers. Raises UsageError where
     that cannot be done."""
     if networks == "drafter" and manifest.drafting.block_size is None:
