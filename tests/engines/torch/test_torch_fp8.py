@@ -60,7 +60,7 @@ def test_which_matrices_are_in_fp8(directory: Path) -> None:
         engine.close()
     assert found["off"] == [False] * 6
     assert found["drafter"] == [False, False, False, True, True, True]
-    assert found["on"] == [True, True, False, True, True, True]
+    assert found["on"] == [True, False, False, True, True, True]
 
 
 def test_the_check_of_acceptance_is_that_of_any_engine(directory: Path) -> None:

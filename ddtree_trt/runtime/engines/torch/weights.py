@@ -99,18 +99,15 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
 
 
 def quantise(weights: dict[str, Any], manifest: Manifest, networks: Fp8) -> None:
-    """Put matrices in FP8 in the place of a DFlash drafter's, its head among them, and of the target's if `networks` is
-    `on`. What a drafter computes of its context stays as it is: one product for all layers. Raises UsageError where
+    """Put matrices in FP8 in the place of a DFlash drafter's, with its head, and of the target's layers if `networks`
+    is `on`. What a drafter computes of its context stays as it is: one product for all layers. Raises UsageError where
     that cannot be done."""
     if networks == "drafter" and manifest.drafting.block_size is None:
         raise UsageError(f"fp8 'drafter' is for engines with a drafter of blocks, not an {manifest.drafting.title}")
     if networks == "on" and (manifest.target_dims.experts or manifest.target_dims.delta):
         raise UsageError("fp8 'on' is for targets of attention and dense layers alone; use 'drafter' or 'off'")
-    head = weights.get(f"{TARGET}head", weights[f"{TARGET}embedding"])
-    if networks == "on":
-        weights[f"{TARGET}head"] = Scaled.of(head)
-    elif weights.get(f"{DRAFTER}head") is None:
-        weights[f"{DRAFTER}head"] = head
+    if manifest.drafting.block_size:  # its own copy: the target's head stays as it is, see docs/gpu.md
+        weights.setdefault(f"{DRAFTER}head", weights.get(f"{TARGET}head", weights[f"{TARGET}embedding"]))
     wanted = {TARGET: {"qkv", "o", "gate_up", "down"} if networks == "on" else set()}
     wanted[DRAFTER] = {"o", "gate_up", "down", "fc", "head"} if manifest.drafting.block_size else set()
     for network, parts in wanted.items():
