@@ -23,7 +23,7 @@ from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import POSITIONS, Token, TransformerDims
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 AttentionName = Literal["plugin", "native"]
 LOCAL = "local"  # the revision of a checkpoint that came from a path the user named
 PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, this one or one that a preset names

@@ -62,7 +62,7 @@ def test_what_computes_attention() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("schema_version", 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
+        ("schema_version", 99, "schema version 99, this ddtree-trt reads version 2; rebuild with"),
         ("schema_version", "\x1b[2J", "has schema version '\\x1b[2J'"),
         ("backend", "abacus", "'torch', 'tensorrt' or 'tensorrt-rtx', found 'abacus'"),
         ("backend", ["onnxruntime"], "m: backend must be"),
