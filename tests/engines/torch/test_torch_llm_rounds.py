@@ -324,7 +324,7 @@ def test_device_and_host_draw_the_same_tokens(
 def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
     device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is expected of drafts, of rounds of the same sizes: here of 15 nodes, one request at a time."""
+    """What drafts are worth, of rounds of the same sizes: here of 15 nodes, one request at a time."""
     from ddtree_trt.runtime.decoding.budget import policy
 
     seen: dict[str, list[Any]] = {}
@@ -332,10 +332,10 @@ def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
 
     def record(self: Any, decision: Any, tree: Any, path: Any, **how: Any) -> None:
         observe(self, decision, tree, path, **how)
-        seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._recent[:3].copy()))
+        seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._latest[:3].copy()))
 
     def always(self: Any) -> Any:
-        self._drafting = self._gaining = list(self._autos)
+        self._drafting = list(self._autos)
         for i in self._drafting:
             self._nodes[i] = 15
             self._decide(i, 15, 5.0, 0.0)

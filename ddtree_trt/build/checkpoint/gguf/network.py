@@ -225,7 +225,9 @@ def stored_shape(shape: Shape) -> Shape:
 
 
 def unused_tensors(files: GgufFiles, dims: TransformerDims) -> set[str]:
-    """Those of the layers behind the last, which predict several tokens."""
+    """Those of a hybrid's layers behind the last, which predict several tokens."""
+    if dims.delta is None:
+        return set()
     return {name for name in files.tensors if (at := _LAYER.match(name)) and int(at[1]) >= dims.num_layers}
 
 
