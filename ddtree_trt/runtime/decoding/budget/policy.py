@@ -205,8 +205,10 @@ class RoundPlan:
         self._mixed = any(self._nodes)  # whether fixed budgets draft, too
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
-        context_s, self._unseen = shared.costs.context_s, [s.unseen for s in slots]
-        self._repays = {i: slots[i].left * self._single_s / REPAID - context_s * slots[i].unseen for i in self._autos}
+        self._unseen = [s.unseen for s in slots]
+        self._unseen_s = [shared.costs.context_s * unseen for unseen in self._unseen]
+        self._left_s = [s.left * self._single_s for s in slots]
+        self._repays = {i: self._left_s[i] / REPAID - self._unseen_s[i] for i in self._autos}
 
     def ceilings(self) -> list[int]:
         """Most nodes to draft for each slot; 0 skips the drafter. Sets the levels of drafts by levels."""
@@ -225,7 +227,10 @@ class RoundPlan:
         if drafting := len(self._drafting):  # whose own rows cost less than they bring join, whatever they have lost
             rest_s = prices.added_s - self._prices(drafting).added_s
             added = rest_s[prices.least - 1] / max(1, len(able) - drafting) / self._single_s
-            self._drafting = [i for i in able if i in self._drafting or added < expected[i].sum()]
+            late = [self._unseen_s[i] / self._single_s for i in able]
+            self._drafting = [
+                i for i, each in zip(able, late, strict=True) if i in self._drafting or added + each < expected[i].sum()
+            ]
         else:
             self._drafting, self._probes = self._probe(able), True
         if self._drafting:
@@ -248,7 +253,7 @@ class RoundPlan:
 
     def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
-        best = self._slots / self._round_s
+        single = best = self._slots / self._round_s
         if len(slots) > 1:
             slots.sort(key=lambda i: -expected[i].sum())
         while slots:
@@ -256,6 +261,8 @@ class RoundPlan:
             if rate > best:
                 best, self._drafting = rate, slots
             slots = slots[: len(slots) // 2]
+        # What a drafter has still to take in is repaid by what its drafts are expected to save of the tokens left.
+        self._drafting = [i for i in self._drafting if self._unseen_s[i] <= (1 - single / best) * self._left_s[i]]
 
     def _best_size(self, gains: Sequence[Floats], added_s: Floats) -> tuple[int, float]:
         """The number of gains, summed over slots, with most tokens per second, and these."""
