@@ -13,5 +13,5 @@
   what the ones before it came to expect. Where none gains, one probes now and then: all probes of an engine may lose
   PROBES of its tokens, and a probe that gains lets its request draft again. So a useless drafter costs that much and
   no more, and no request ends another's drafting. What a drafter has still to take in, such as a long prompt, must
-  take less than a pass for every REPAID tokens that are left.
+  be repaid by what its drafts are expected to save.
 """
