@@ -224,15 +224,15 @@ class RoundPlan:
         self._choose_drafting(
             [i for i in able if prices.least and prices.least_price <= LOSS - self._autos[i].loss], expected
         )
-        if drafting := len(self._drafting):  # whose own rows cost less than they bring join, whatever they have lost
-            rest_s = prices.added_s - self._prices(drafting).added_s
-            added = rest_s[prices.least - 1] / max(1, len(able) - drafting) / self._single_s
-            late = [self._unseen_s[i] / self._single_s for i in able]
-            self._drafting = [
-                i for i, each in zip(able, late, strict=True) if i in self._drafting or added + each < expected[i].sum()
-            ]
-        else:
+        drafting = len(self._drafting)
+        if not drafting:
             self._drafting, self._probes = self._probe(able), True
+        elif drafting < len(able):  # those whose own rows cost less than they bring join, whatever they have lost
+            rest_s = prices.added_s - self._prices(drafting).added_s
+            added = rest_s[prices.least - 1] / (len(able) - drafting)
+            self._drafting = [
+                i for i in able if i in self._drafting or added + self._unseen_s[i] < expected[i].sum() * self._single_s
+            ]
         if self._drafting:
             self._plan_drafts(expected)
         else:
