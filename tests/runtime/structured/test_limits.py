@@ -13,9 +13,10 @@ from languages import Compiler
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge, Limits, literal
+from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge, literal
 from ddtree_trt.runtime.structured.matcher import Opening, Preparing
 from ddtree_trt.runtime.structured.record import MAX_AFTER, MAX_CHOICES, StructuredOutput
+from ddtree_trt.worker_process import Limits
 
 LETTERS = [*'abcdefghijklmnopqrstuvwxyz"', "<end>"]
 END = len(LETTERS) - 1
@@ -157,7 +158,7 @@ def test_special_tokens_of_a_text_are_found_however_many_there_are() -> None:
 CHAIN = "start: a0\n" + "\n".join(f'a{i}: "x{i}" | "y{i}" "z" a{(i + 1) % 9000}' for i in range(9000))
 HOSTILE = [
     ({"grammar": CHAIN}, r"too large \(signal 11\)"),
-    ({"regex": "\\w|\\W" * 8000}, "more than 128 MiB"),
+    ({"regex": "\\w|\\W" * 8000}, "more than the 128 MiB"),
     ({"regex": "("}, "unclosed group"),
     ({"json_schema": '{"items":' * 900 + "{}" + "}" * 900}, "recursion limit exceeded"),
 ]
@@ -198,5 +199,7 @@ def test_a_trial_ends_when_its_time_is_up(stranger: GrammarCompiler) -> None:
 
 def test_a_trial_that_cannot_begin_is_no_fault_of_the_constraint() -> None:
     judge = Judge("{}", {}, 10, frozenset([1]))
-    with pytest.raises(EngineError, match="constraints cannot be tried: structured: this engine's tokenizer"):
+    with pytest.raises(
+        EngineError, match="constraints cannot be tried: UsageError: structured: this engine's tokenizer"
+    ):
         judge.check(StructuredOutput(regex="a"))
