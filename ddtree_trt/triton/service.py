@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -23,15 +22,7 @@ from ddtree_trt.errors import ArtifactError, DDTreeError, MissingDependency, Usa
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.triton.layouts import LAYOUTS, Layout
-from ddtree_trt.triton.metrics import (
-    ENGINE_GAUGES,
-    FORWARD_CPU_SECONDS,
-    FORWARD_SECONDS,
-    REQUEST_COUNTERS,
-    REQUEST_HISTOGRAMS,
-    RESPONSES,
-    Metrics,
-)
+from ddtree_trt.triton.metrics import ENGINE_GAUGES, REQUEST_COUNTERS, REQUEST_HISTOGRAMS, RESPONSES, Metrics
 from ddtree_trt.triton.requests import Arrays, Call, Responder
 
 _PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
@@ -235,17 +226,12 @@ class Service:
             await asyncio.to_thread(self._llm.core.maker.grammars.check, call.params.structured)
         with self._llm.submit(call.prompt, call.params) as submission:
             async for part in submission:
-                started, cpu = time.perf_counter(), time.thread_time()
                 whole = part if whole is None or call.stream else whole.joined(part)
                 grown = job.progress(part)
                 if call.stream or part.finished:
                     job.reply.send(responder.arrays(whole), final=part.finished)
                     grown[RESPONSES] = 1
-                spent = {
-                    FORWARD_SECONDS: time.perf_counter() - started,
-                    FORWARD_CPU_SECONDS: time.thread_time() - cpu,
-                }
-                self._metrics.add(**grown, **spent)
+                self._metrics.add(**grown)
         assert whole is not None, "a request's last part always arrives"
         self._metrics.observe(
             (name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.observations(whole.metrics)

@@ -141,12 +141,10 @@ class GrammarCompiler:
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
-        state, tokenizer = self._compile(structured), self._tokenizer
-        banned = self._stop_ids - ending
-        grammar = Grammar(state, tokenizer.tokenize_bytes, self._vocab_size, ending, banned)
+        grammar = Grammar(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
         grammar.mask()  # takes most of the work; the library keeps it
         opening = None if structured.after is None else self._opening(structured.after)
-        matcher = Matcher(grammar, self._vocab_size, opening, lambda text: self._tokens.get(text))
+        matcher = Matcher(grammar, self._vocab_size, opening)
         if opening:
             matcher.mask()
         return matcher
@@ -178,13 +176,6 @@ class GrammarCompiler:
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in range(self._vocab_size)]
-
-    @cached_property
-    def _tokens(self) -> dict[bytes, int]:
-        """The tokens that are only texts, by their bytes."""
-        special = self._tokenizer.is_special_token
-        plain = (t for t in range(self._vocab_size) if t not in self._stop_ids and not special(t))
-        return {self._token_bytes[token]: token for token in plain}
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:

@@ -29,17 +29,17 @@ def test_an_opening_is_found_as_by_search() -> None:
     for _ in range(300):
         text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 7)))
         tokens = sorted({"".join(rng.choice("abc") for _ in range(rng.randint(1, 9))).encode() for _ in range(40)})
-        opening, whole, state = Opening(text, tokens), b"", 0
+        opening, whole = Opening(text, tokens), b""
+        state: int | None = 0
         for _ in range(20):
-            crossing = {
-                token: rest for token, raw in enumerate(tokens) if (rest := (whole + raw).partition(text.encode())[2])
-            }
-            assert dict(opening.crossing(state)) == crossing, (text, whole)
+            assert state is not None
+            beyond = [t for t, raw in enumerate(tokens) if (whole + raw).partition(text.encode())[2]]
+            assert opening.crossing(state) == beyond, (text, whole)
             token = rng.randrange(len(tokens))
             whole += tokens[token]
-            state, behind = opening.feed(state, token)
+            state = opening.feed(state, token)
             _, found, rest = whole.partition(text.encode())
-            assert behind == (rest if found else None)
+            assert (state == opening.size) == (bool(found) and not rest) and (state is None) == bool(rest)
             if found:
                 break
 
