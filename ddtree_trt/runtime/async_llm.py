@@ -223,12 +223,7 @@ class AsyncLLM(Client):
         self._check_process()
         params = sampling_params or SamplingParams()
         request = self.core.maker.make(
-            prompt,
-            params,
-            request_id,
-            on_round=on_round,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
+            prompt, params, request_id, on_round=on_round, chat_template_kwargs=chat_template_kwargs, tools=tools
         )
         submission = Submission(request, lambda: self._command(partial(self._cancel, request)))
         for sequence in request.sequences:

@@ -139,11 +139,7 @@ def open_core(
 
 
 def assemble_core(
-    directory: Path,
-    engine: Engine,
-    options: EngineOptions = DEFAULTS,
-    *,
-    progress: Progress = no_progress,
+    directory: Path, engine: Engine, options: EngineOptions = DEFAULTS, *, progress: Progress = no_progress
 ) -> EngineCore:
     """The core of an open engine, whose directory holds the tokenizer and the latency profile.
 

@@ -174,9 +174,7 @@ class SamplingParams:
         0.0, "Over the output: taken from the logit of every token in it.", tensors=("presence_penalty",)
     )
     frequency_penalty: Penalty = parameter(
-        0.0,
-        "Over the output: taken from a token's logit for each time it occurs.",
-        tensors=("frequency_penalty",),
+        0.0, "Over the output: taken from a token's logit for each time it occurs.", tensors=("frequency_penalty",)
     )
     logit_bias: Biases = parameter(dict, "Token id → number added to its logit.")
     echo: bool = parameter(

@@ -93,11 +93,7 @@ class Grammar:
     """The state of the grammar library for one output, with the tokens that end it."""
 
     def __init__(
-        self,
-        state: LLMatcher,
-        vocab_size: int,
-        ending: frozenset[int],
-        banned: frozenset[int] = frozenset(),
+        self, state: LLMatcher, vocab_size: int, ending: frozenset[int], banned: frozenset[int] = frozenset()
     ) -> None:
         """`state` is changed by `advance`. `ending`: tokens that end the output, allowed where the text is complete;
         `banned`: tokens that are never allowed."""
