@@ -25,8 +25,6 @@ from ddtree_trt.triton.layouts import LAYOUTS, Layout
 from ddtree_trt.triton.metrics import ENGINE_GAUGES, REQUEST_COUNTERS, REQUEST_HISTOGRAMS, RESPONSES, Metrics
 from ddtree_trt.triton.requests import Arrays, Call, Responder
 
-_PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -46,24 +44,19 @@ class Settings:
         """
         name = model_config["name"]
         given = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
-        if missing := [key for key in _PARAMETERS if key not in given]:
-            raise ArtifactError(f"config.pbtxt of {name!r} lacks the parameters {missing}; export the model again")
-        if given["ddtree_trt_version"] != __version__:
+        if (version := given.get("ddtree_trt_version")) != __version__:
             raise ArtifactError(
-                f"model {name!r} was exported by ddtree-trt {given['ddtree_trt_version']}, the server's Python "
-                f"({sys.prefix}) has {__version__}; install the former there, or export the model again with the latter"
+                f"model {name!r} was exported by ddtree-trt {version}, the server's Python ({sys.prefix}) has "
+                f"{__version__}; install the former there, or export the model again with the latter"
             )
-        if given["layout"] not in LAYOUTS:
-            raise ArtifactError(f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUTS)}")
-        for key in ("max_queue", "threads"):
-            if not given[key].isdecimal():
-                raise ArtifactError(f"config.pbtxt of {name!r}: {key} must be a whole number, not {given[key]!r}")
-        return cls(
-            layout=LAYOUTS[given["layout"]],
-            max_queue=int(given["max_queue"]),
-            threads=int(given["threads"]),
-            outputs=frozenset(output["name"] for output in model_config["output"]),
-        )
+        layout, *numbers = (given.get(key, "") for key in ("layout", "max_queue", "threads"))
+        if layout not in LAYOUTS or not all(number.isdecimal() for number in numbers):
+            raise ArtifactError(
+                f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUTS)}, max_queue and threads whole "
+                f"numbers; found {given}"
+            )
+        outputs = frozenset(output["name"] for output in model_config["output"])
+        return cls(LAYOUTS[layout], *map(int, numbers), outputs)  # type: ignore[index, call-arg, arg-type]
 
 
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:
