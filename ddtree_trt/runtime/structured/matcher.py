@@ -156,13 +156,11 @@ class Matcher:
 
     def allowed_length(self, path: Sequence[int]) -> int:
         """How many tokens of the path may follow the output, one after the other."""
-        length = 0
-        if self._opening is not None:
-            state: int | None = self._place
-            while state != self._opening.size:
-                if length == len(path) or (state := self._opening.feed(state, path[length])) is None:
-                    return length
-                length += 1
+        length, place = 0, self._place
+        while self._opening is not None and place != self._opening.size:
+            if length == len(path) or (state := self._opening.feed(place, path[length])) is None:
+                return length
+            length, place = length + 1, state
         return length + (self._grammar.allowed_length(path[length:]) if length < len(path) else 0)
 
     def allows(self, token: int) -> bool:
