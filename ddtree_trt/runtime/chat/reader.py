@@ -157,7 +157,7 @@ class MessageReader:
     def _answer(self, tools: ToolFormat, ended: bool) -> None:
         while self._unread:
             text, mark = "", ""
-            if not (tools.bare and not self._said and _OBJECT.match(self._unread)):
+            if not (tools.bare and not self._said and self._unread.lstrip()[:1] in ("", "{")):
                 text, mark = self._until(tools.marks, ended)
                 self._say(Content, text, None)
                 if not mark:
@@ -218,9 +218,6 @@ class MessageReader:
 def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> ChatMessage:
     reader = MessageReader(thinking, tools, parallel=parallel)
     return ChatMessage.of(reader.push(text) + reader.end())
-
-
-_OBJECT = re.compile(r"\s*(\{|\Z)")
 
 
 @cache
