@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from queue import SimpleQueue
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -21,7 +20,6 @@ from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.server import listen
 
 APPLICATION = "ddtree-trt"
-_POLL_S = 0.2  # how often a second signal is looked for while the first one's drain goes on
 # Of Ray's controller and the proxies that it starts. A busy machine takes longer for a proxy than the 5 s after which
 # Ray kills it; and an engine that fails is a page of tracebacks on the terminal, which `_run` says in one line.
 _CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_LOG_TO_STDERR": "0"}
@@ -61,7 +59,7 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
             host = f"[{options.host}]" if ":" in options.host else options.host
             name = options.model_name or manifest.name
             ready = f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}"
-            _serve_until_signals(ready, engines, options.drain_timeout_s)
+            asyncio.run(_serve_until_signals(ready, engines, options.drain_timeout_s))
         finally:
             serve.shutdown()
 
@@ -83,27 +81,19 @@ def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> D
             raise RuntimeError(reason) from error
 
 
-def _serve_until_signals(ready: str, engines: DeploymentHandle[object], drain_timeout_s: float) -> None:
+async def _serve_until_signals(ready: str, engines: DeploymentHandle[object], drain_timeout_s: float) -> None:
     """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
     ends them."""
-    signals: SimpleQueue[int] = SimpleQueue()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, lambda number, frame: signals.put(number))
-    try:
-        print(ready, flush=True)  # who reads it may send a signal
-        signals.get()
-        asyncio.run(_drain(engines, drain_timeout_s, signals))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def _drain(engines: DeploymentHandle[object], timeout_s: float, signals: SimpleQueue[int]) -> None:
-    drained = asyncio.ensure_future(engines.broadcast("drain", timeout_s).results_async())
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    print(ready, flush=True)  # who reads it may send a signal
+    await signals.get()
+    drained = asyncio.ensure_future(engines.broadcast("drain", drain_timeout_s).results_async())
     while not drained.done():
-        await asyncio.wait({drained}, timeout=_POLL_S)
-        if not signals.empty():
-            signals.get()
+        another = asyncio.ensure_future(signals.get())
+        await asyncio.wait({drained, another}, return_when=asyncio.FIRST_COMPLETED)
+        if another.done():
             await engines.broadcast("end_all").results_async()
+        another.cancel()
     drained.result()
