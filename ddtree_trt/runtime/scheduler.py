@@ -176,13 +176,14 @@ class Scheduler:
         """Tokens of the prompt that the slot's cache holds and the sequence can start behind."""
         if sequence.params.skip_reading_prefix_cache or sequence.params.prompt_logprobs is not None:
             return 0  # for prompt_logprobs: the logits of every prompt row are needed
-        held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
-        shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
-        if sequence.drafts and self.engine.manifest.drafting.shifted_inputs:
-            # The row of the last common token was made with the token behind it, which the prompt may not have.
-            held, shared = max(held - 1, 0), max(shared - 1, 0)
+        kept = min(self.engine.length(index), _common_prefix(self._slots[index].tokens, sequence.prompt))
+        if sequence.drafts:
+            kept = self.engine.draftable(index, kept)
+            if self.engine.manifest.drafting.shifted_inputs:
+                # The row of the last common token was made with the token behind it, which the prompt may not have.
+                kept = max(kept - 1, 0)
         # The last token is always computed, for its logits.
-        return self.engine.restorable(index, min(held, shared, len(sequence.prompt) - 1))
+        return self.engine.restorable(index, min(kept, len(sequence.prompt) - 1))
 
     def _sweep(self) -> None:
         """Let sequences run that have their first token, take finished ones out of every queue and free their slots,
