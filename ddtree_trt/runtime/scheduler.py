@@ -102,8 +102,8 @@ class Scheduler:
 
     def _chunks(self) -> list[PromptChunk]:
         """What the next pass takes of prompts: a chunk of the oldest; where the engine mixes them up to half of it is
-        for others, the shortest first, which so do not wait for a long one. A constraint that takes long to compile
-        keeps nobody waiting but its own sequence."""
+        for others, the shortest first, which so do not wait for a long one, and up to half is left to the rows of the
+        round. A constraint that takes long to compile keeps nobody waiting but its own sequence."""
         ready = [s for s in self.prefilling if s.sampler.prepare()]
         if not ready and not self.running:
             ready = [*self.prefilling][:1]
@@ -111,6 +111,9 @@ class Scheduler:
             return []
         oldest, *others = ready if self.engine.mixes else ready[:1]
         chunks, room = list[PromptChunk](), self.engine.manifest.limits.prefill_chunk
+        if self.engine.mixes:
+            beside = sum(1 + s.metrics.drafted_tokens // max(1, s.metrics.rounds) for s in self.running)
+            room = max(room - beside, (room + 1) // 2)
         kept = min(self._unread(oldest), (room + 1) // 2)
         for s in sorted(others, key=self._unread):
             if most := room - kept:
