@@ -56,8 +56,8 @@ class OrtEngine:
     def length(self, slot: int) -> int:
         return self._target.cache.lengths[slot]
 
-    def draftable_length(self, slot: int) -> int:
-        return min(self._drafter.context_length(slot), self.length(slot))
+    def draftable(self, slot: int, length: int) -> int:
+        return self._drafter.draftable(slot, min(length, self.length(slot)))
 
     def unseen(self, slot: int) -> int:
         return self._drafter.unseen(slot)

@@ -137,8 +137,8 @@ class ParallelEngine:
     def length(self, slot: int) -> int:
         return self._engine.length(slot)
 
-    def draftable_length(self, slot: int) -> int:
-        return self._engine.draftable_length(slot)
+    def draftable(self, slot: int, length: int) -> int:
+        return self._engine.draftable(slot, length)
 
     def unseen(self, slot: int) -> int:
         return self._engine.unseen(slot)
