@@ -16,7 +16,7 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
+from ddtree_trt.build.checkpoint.scales import join_scales
 from ddtree_trt.build.graph.ops import Attention, Delta, Fine, Graph, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate, rotation_matrix
 from ddtree_trt.drafters.tapped import BODY as DRAFTER_BODY
@@ -39,7 +39,7 @@ class Network:
         limits: Limits,
         prefix: str,
         body: str = BODY,
-        quantized: QuantizedWeights | None = None,
+        quantized: Checkpoint | None = None,
     ) -> None:
         self.g = graph
         self.dims = dims
@@ -218,7 +218,7 @@ def build_target_graph(
     limits: Limits,
     tied: bool,
     prefix: str = "",
-    quantized: QuantizedWeights | None = None,
+    quantized: Checkpoint | None = None,
 ) -> ModelProto:
     """The target: T tokens of N slots after their caches → logits of R rows, tapped hidden states, and where the logits
     stay on a device, the choices.
