@@ -9,7 +9,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX
@@ -67,8 +67,7 @@ def current_gpu(api: Any) -> CurrentGpu | None:
     return CurrentGpu(_text(found.name), found.major, found.minor)
 
 
-@dataclass(frozen=True)
-class CudaVersions:
+class CudaVersions(NamedTuple):
     """Versions as they are written: 13.0."""
 
     runtime: str

@@ -104,16 +104,11 @@ class TransformerDims:
         return (query, query, *others) if self.delta else self.qkv_widths
 
     @property
-    def inner_width(self) -> int:
-        """Width of what a token's MLP, or all of its experts together, compute between their projections."""
-        mixture = self.experts
-        return mixture.per_token * self.intermediate_size + mixture.shared if mixture else self.intermediate_size
-
-    @property
     def widest(self) -> int:
-        """Width of the widest of a row's projections."""
-        before = [sum(self.projected_widths), *([sum(self.delta.projected_widths)] if self.delta else [])]
-        return max(self.inner_width, *before)
+        """Width of the widest of a row's projections; those of a token's experts count together."""
+        inner, mixture = self.intermediate_size, self.experts
+        inner = mixture.per_token * inner + mixture.shared if mixture else inner
+        return max(inner, sum(self.projected_widths), sum(self.delta.projected_widths) if self.delta else 0)
 
     @property
     def rotated(self) -> int:
@@ -222,11 +217,7 @@ class Layer:
 
     @property
     def others(self) -> Iterator[Part]:
-        """The other parts, in the order of our weight files."""
-        norms, shared = (self.input_norm, self.post_norm), (self.shared_gate_up, self.shared_down, self.shared_gate)
-        parts = (self.q_norm, self.k_norm, self.o, *norms, self.router, self.gate_up, self.down, *shared)
-        state = (self.conv, self.decay, self.step_bias, self.head_norm)
-        return (part for part in (*parts, *state) if part is not None)
+        return (part for part in self if part not in self.projected)
 
 
 def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:

@@ -81,8 +81,7 @@ class _Network(TappedNetwork):
         [N, block] the block's tokens."""
         g, dims = self.g, self.dims
         shape: list[int | str] = ["N", dims.draft_length, head.candidates]
-        wanted = g.constant(f"top.{head.candidates}", np.array([head.candidates], np.int64))
-        g.op("TopK", [logits, wanted], ["best_logits", f"{DRAFT_IDS}.wide"], axis=-1, largest=1, sorted=1)
+        g.op("TopK", [logits, g.number([head.candidates])], ["best_logits", f"{DRAFT_IDS}.wide"], axis=-1)
         g.cast(f"{DRAFT_IDS}.wide", g.integers, self.ids)
         self.add_target_ids()
         g.op("Identity", [g.capped("best_logits", dims.logit_scale, dims.logit_cap)], [names.UNARY])
@@ -103,8 +102,7 @@ class _Network(TappedNetwork):
     def _tokens_before(self, head: PairHead, token_ids: str) -> str:
         """The tokens that candidates [N, L, C] may follow: C times the bonus token, then the candidates before."""
         g, count = self.g, head.candidates
-        column = g.constant(f"first_column.{count}", np.zeros(count, np.int64))
-        bonus = g.op("Gather", [token_ids, column], ["pairs.bonus"], axis=1)
+        bonus = g.op("Gather", [token_ids, g.number([0] * count)], ["pairs.bonus"], axis=1)
         first = g.reshape(bonus, [0, 1, count], "pairs.first")
         others = g.rows_between(names.CANDIDATES, 0, -1, "pairs.others")
         return g.concat([first, others], "pairs.before", axis=1)
@@ -155,8 +153,8 @@ class _Network(TappedNetwork):
         rows = g.reshape(x, [0, 0, groups, size // groups], f"{out}.by_group")
         total = g.op("Mul", [kernels[0], rows], [f"{out}.0"])
         for tap in range(1, min(len(kernels), self.dims.block_size)):
-            pads = g.constant(f"pads.{tap}", np.array([0, tap, 0, 0, 0, 0, 0, 0], np.int64))
-            earlier = g.op("Pad", [g.rows_between(rows, 0, -tap, f"{out}.{tap}.kept"), pads], [f"{out}.{tap}.rows"])
+            kept = g.rows_between(rows, 0, -tap, f"{out}.{tap}.kept")
+            earlier = g.op("Pad", [kept, g.number([0, tap, 0, 0, 0, 0, 0, 0])], [f"{out}.{tap}.rows"])
             weighted = g.op("Mul", [kernels[tap], earlier], [f"{out}.{tap}.weighted"])
             total = g.op("Add", [total, weighted], [f"{out}.{tap}"])
         return g.reshape(total, [0, 0, size], out)

@@ -31,10 +31,7 @@ class OnnxRuntimeBuild(BackendBuild):
     precisions = ONNXRUNTIME.builds
 
     def __init__(self, options: BuilderOptions) -> None:
-        self._toolchain = {
-            "python": platform.python_version(),
-            **installed_versions("numpy", "onnx", ONNXRUNTIME.name),
-        }
+        """It takes no option."""
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         for dims in networks if PRECISIONS[precision].quantized else ():
@@ -61,7 +58,8 @@ class OnnxRuntimeBuild(BackendBuild):
             g = graphs("drafter", sink)
             graph = drafter.kind.load("graph")(g, drafter, target, inputs.limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
-        return Written(names, self._toolchain)
+        versions = installed_versions("numpy", "onnx", ONNXRUNTIME.name)
+        return Written(names, {"python": platform.python_version(), **versions})
 
 
 def weight_bytes(network: Outline, precision: PrecisionName) -> int:
