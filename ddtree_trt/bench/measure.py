@@ -55,7 +55,14 @@ def load_prompts(specs: Sequence[str], limit: int | None = None) -> list[BenchPr
         path = Path(str(resources.files("ddtree_trt") / "assets/tiny/prompts.jsonl")) if spec == TINY else Path(spec)
         if not path.is_file():
             raise UsageError(f"no prompts called {spec!r}: it is neither a file nor {TINY}")
-        source, rows = TINY if spec == TINY else path.stem, _read(path)
+        source = TINY if spec == TINY else path.stem
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read prompts {path}: {error}") from error
+        rows = [_read_line(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+        if not rows:
+            raise UsageError(f"{path} has no prompts; expected JSON lines with {_SCHEMA}")
         count = min(limit or len(rows), len(rows))
         for number in range(count):
             prompt = BenchPrompt(f"{source}/{number}", source, *rows[number * len(rows) // count])
@@ -63,17 +70,6 @@ def load_prompts(specs: Sequence[str], limit: int | None = None) -> list[BenchPr
                 raise UsageError(f"two prompt sets are called {source!r}; rename one of the files")
             found[prompt.id] = prompt
     return list(found.values())
-
-
-def _read(path: Path) -> list[tuple[Any, tuple[str, ...]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read prompts {path}: {error}") from error
-    found = [_read_line(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise UsageError(f"{path} has no prompts; expected JSON lines with {_SCHEMA}")
-    return found
 
 
 def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
@@ -92,13 +88,11 @@ def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
             return [{"role": "user", "content": first}], tuple(rest)
         case [("token_ids", [_, *_] as ids)] if all(type(token) is int for token in ids):
             return ids, ()
-        case [("messages", [_, *_] as chat)] if all(map(_is_message, chat)):
-            return [{"role": message["role"], "content": message["content"]} for message in chat], ()
+        case [("messages", [_, *_] as chat)]:
+            found = [(m["role"], m["content"]) for m in chat if isinstance(m, dict) and {"role", "content"} <= m.keys()]
+            if len(found) == len(chat) and all(isinstance(text, str) for pair in found for text in pair):
+                return [{"role": role, "content": content} for role, content in found], ()
     raise UsageError(f"{where}: expected an object with {_SCHEMA}; found {line[:80]}")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
 class Session:

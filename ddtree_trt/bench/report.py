@@ -72,15 +72,26 @@ def _row(source: str, case: str, samples: list[Sample], baseline: list[Sample]) 
     compared = [s for s in samples if s.outcome.token_ids is not None]
     rounds = [o for s in samples if (o := s.outcome).acceptance_lengths]
     budgets = [s.outcome.mean_budget for s in samples if s.outcome.mean_budget is not None]
+    # Mean over mean of paired figures [prompts].
+    above, below = (np.array([times[p] for p in common] or [float("nan")]) for times in (base, own))
+    draws = np.random.default_rng(0).integers(0, len(above), (RESAMPLES, len(above)))
+    low, high = np.percentile(above[draws].mean(1) / below[draws].mean(1), TAILS)
+    speedup = Spread(float(above.mean() / below.mean()), float(low), float(high))
+    stages = []  # milliseconds per round
+    for o in rounds:
+        if o.stage_s:
+            times = [o.stage_s[stage] for stage in ROUND_STAGES]
+            times.append(max(o.decode_s - sum(times), 0.0))
+            stages.append([1000 * s / len(o.acceptance_lengths or ()) for s in times])
     return Row(
         source=source,
         case=case,
         prompts=len(own),
         tokens_per_s=quartiles([1 / seconds for seconds in own.values()]),
-        speedup=_ratio([base[p] for p in common], [own[p] for p in common]),
+        speedup=speedup,
         tau=fmean(_by_prompt(samples, lambda o: fmean(o.acceptance_lengths or [1])).values()) if rounds else None,
         round_ms=median(1000 * o.decode_s / len(o.acceptance_lengths or ()) for o in rounds) if rounds else None,
-        stage_ms=_stages([o for o in rounds if o.stage_s]),
+        stage_ms=dict(zip(STAGES, map(median, zip(*stages, strict=True)), strict=True)) if stages else {},
         first_token_ms=median(1000 * s.outcome.first_token_s for s in samples),
         mean_budget=fmean(budgets) if budgets else None,
         identical=sum(s.outcome.token_ids == outputs.get((s.prompt, s.repeat)) for s in compared),
@@ -100,25 +111,6 @@ def _by_prompt(samples: Sequence[Sample], figure: Callable[[Outcome], float | No
 def quartiles(values: Sequence[float]) -> Spread:
     low, middle, high = np.percentile(values or [float("nan")], [25, 50, 75])
     return Spread(float(middle), float(low), float(high))
-
-
-def _ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Mean over mean of paired figures [prompts]."""
-    a, b = np.array(above or [float("nan")]), np.array(below or [float("nan")])
-    draws = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
-    low, high = np.percentile(a[draws].mean(1) / b[draws].mean(1), TAILS)
-    return Spread(float(a.mean() / b.mean()), float(low), float(high))
-
-
-def _stages(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    if not outcomes:
-        return {}
-    rows = [[o.stage_s[stage] for stage in ROUND_STAGES] for o in outcomes]
-    per_round = [
-        [1000 * s / len(o.acceptance_lengths or ()) for s in (*row, max(o.decode_s - sum(row), 0.0))]
-        for o, row in zip(outcomes, rows, strict=True)
-    ]
-    return dict(zip(STAGES, (median(column) for column in zip(*per_round, strict=True)), strict=True))
 
 
 def text(result: BenchResult) -> str:

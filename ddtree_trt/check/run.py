@@ -61,7 +61,11 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
             cases = [case for case in cases if not METHODS[case.method].drafts]
         greedy = _check_greedy(session, texts, cases, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
-    tau = () if agreement.broken else _check_tau(manifest, greedy, golden, judged=set(settings.prompts) == {TINY})
+    # Each method's mean acceptance length beside the range of the pair, which is for the shipped prompts.
+    found, shipped = {finding.case: finding.tau for finding in greedy}, set(settings.prompts) == {TINY}
+    ranges = {} if agreement.broken else manifest.golden_tau
+    labels = {name: Case(name, golden if METHODS[name].branches else None).label for name in ranges}
+    tau = tuple(TauFinding(labels[n], found[labels[n]], *bounds, shipped) for n, bounds in ranges.items())
     judged = [finding.passed for finding in tau if finding.judged]
     low = not all(judged) if judged else agreement.tau < LOW_TAU
     return CheckReport(
@@ -180,12 +184,3 @@ def _check_distribution(
         findings.append(DistributionFinding(case.label, uniformity(places)))
     progress("distribution", len(cases), len(cases))
     return tuple(findings)
-
-
-def _check_tau(
-    manifest: Manifest, greedy: Sequence[GreedyFinding], budget: int, *, judged: bool
-) -> tuple[TauFinding, ...]:
-    found = {finding.case: finding.tau for finding in greedy}
-    labels = {name: Case(name, budget if METHODS[name].branches else None).label for name in manifest.golden_tau}
-    ranges = manifest.golden_tau.items()
-    return tuple(TauFinding(labels[name], found[labels[name]], *range_, judged) for name, range_ in ranges)

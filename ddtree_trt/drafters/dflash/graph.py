@@ -87,7 +87,11 @@ class _Network(TappedNetwork):
         g.op("Identity", [g.capped("best_logits", dims.logit_scale, dims.logit_cap)], [names.UNARY])
         g.output(names.UNARY, "float32", shape)
         g.output(names.CANDIDATES, g.integers, shape)
-        before = self._tokens_before(head, token_ids)
+        # The tokens that candidates may follow: C times the bonus token, then the candidates before.
+        bonus = g.op("Gather", [token_ids, g.number([0] * head.candidates)], ["pairs.bonus"], axis=1)
+        first = g.reshape(bonus, [0, 1, head.candidates], "pairs.first")
+        others = g.rows_between(names.CANDIDATES, 0, -1, "pairs.others")
+        before = g.concat([first, others], "pairs.before", axis=1)
         left = g.op("Gather", [self.part(head.left), before], ["pairs.left"], axis=0)
         if head.projection is not None:
             projected = self._for_candidates(head, self.part_product(hidden, head.projection, "pairs.projected"))
@@ -98,14 +102,6 @@ class _Network(TappedNetwork):
         for factor, name in ((left, names.LEFT), (right, names.RIGHT)):
             g.cast(factor, "float32", name)
             g.output(name, "float32", [*shape, head.rank])
-
-    def _tokens_before(self, head: PairHead, token_ids: str) -> str:
-        """The tokens that candidates [N, L, C] may follow: C times the bonus token, then the candidates before."""
-        g, count = self.g, head.candidates
-        bonus = g.op("Gather", [token_ids, g.number([0] * count)], ["pairs.bonus"], axis=1)
-        first = g.reshape(bonus, [0, 1, count], "pairs.first")
-        others = g.rows_between(names.CANDIDATES, 0, -1, "pairs.others")
-        return g.concat([first, others], "pairs.before", axis=1)
 
     def _opened(self, head: PairHead, hidden: str, left: str, gate: Part, bias: Part) -> str:
         """How far the gate is open for each token before, [N, L, C, r]: σ(G · [h; e] + g)."""
@@ -133,19 +129,16 @@ class _Network(TappedNetwork):
         parts, out = layer_convolutions(self.dims, index)[place], f"layers.{index}.{place}_conv"
         both = self.part_product(x, parts.kernels, f"{out}.dynamic")
         dynamic = g.split(both, [convolution.groups] * 2 * taps, [f"{out}.dynamic.{i}" for i in range(2 * taps)])
-        kernels = [self._kernel(convolution, parts.base, i, kernel) for i, kernel in enumerate(dynamic)]
+        kernels = []  # [N, block, groups, H / groups] of each side and tap
+        for i, name in enumerate(dynamic):
+
+            def still(weight: np.ndarray, i: int = i) -> np.ndarray:
+                return weight[i // taps, i % taps].reshape(convolution.groups, -1)
+
+            by_group = g.reshape(name, [0, 0, convolution.groups, 1], f"{name}.by_group")
+            kernels.append(g.op("Add", [by_group, self.part(parts.base, f".{i}", still)], [f"{name}.kernel"]))
         inner = sublayer(self._convolved(convolution, x, kernels[:taps], f"{out}.in"))
         return self._convolved(convolution, inner, kernels[taps:], f"{out}.out")
-
-    def _kernel(self, convolution: Convolution, base: Part, index: int, dynamic: str) -> str:
-        """The kernel [N, block, groups, H / groups] of a side and tap, from its dynamic part [N, block, groups]."""
-        g, groups, taps = self.g, convolution.groups, convolution.taps
-
-        def still(weight: np.ndarray) -> np.ndarray:
-            return weight[index // taps, index % taps].reshape(groups, -1)
-
-        by_group = g.reshape(dynamic, [0, 0, groups, 1], f"{dynamic}.by_group")
-        return g.op("Add", [by_group, self.part(base, f".{index}", still)], [f"{dynamic}.kernel"])
 
     def _convolved(self, convolution: Convolution, x: str, kernels: Sequence[str], out: str) -> str:
         """x [N, block, H] under the kernels of one side, one per tap; rows before the block are zeros."""
