@@ -56,8 +56,11 @@ def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted =
         why = f"{backend.title} {survey.version(backend.modules[0])} and the {survey.gpu}"
     if survey.gpu and (better := _better_one(backend, survey.gpu, lacking)):
         why += f"; for {better.name}: {lacking[better].text}"
-    if backend.on_cpu and pair:
-        why += _size_on_a_cpu(survey, pair, precision)
+    size = pair.weights_bytes(ONNXRUNTIME.name, "fp32") if pair and backend.on_cpu else 0
+    if pair and size >= LARGE_BYTES and precision in ("auto", "fp32"):
+        memory = f" of this machine's {survey.host_bytes / 1e9:.1f} GB of memory" if survey.host_bytes else ""
+        small = f"--precision int8 makes that {pair.weights_bytes(ONNXRUNTIME.name, 'int8') / 1e9:.1f} GB"
+        why += f"; in fp32 its weights take {size / 1e9:.1f} GB{memory}: {small}"
     return Choice(backend.name, f"backend {backend.name}: {why}")
 
 
@@ -97,16 +100,6 @@ def _better_one(chosen: Backend, gpu: Gpu, lacking: Mapping[Backend, Obstacle]) 
         return None
     others = [b for b in (made_for_it, *lacking) if b in lacking and b != chosen]
     return next((b for b in others if lacking[b].removable), others[0])
-
-
-def _size_on_a_cpu(survey: Survey, pair: Pair, precision: Wanted) -> str:
-    """Words on a large target in float32: its bytes, those of the memory, and what 8-bit weights would take."""
-    size = pair.weights_bytes(ONNXRUNTIME.name, "fp32")
-    if precision not in ("auto", "fp32") or size < LARGE_BYTES:
-        return ""
-    memory = f" of this machine's {survey.host_bytes / 1e9:.1f} GB of memory" if survey.host_bytes else ""
-    small = pair.weights_bytes(ONNXRUNTIME.name, "int8")
-    return f"; in fp32 its weights take {size / 1e9:.1f} GB{memory}: --precision int8 makes that {small / 1e9:.1f} GB"
 
 
 def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Iterator[Obstacle]:

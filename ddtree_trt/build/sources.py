@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddtree_trt.artifact.files import HUB_ID
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
-from ddtree_trt.build.checkpoint.paths import checkpoint_name, engine_name, is_gguf
+from ddtree_trt.build.checkpoint.paths import PART, checkpoint_name, is_gguf
 from ddtree_trt.errors import CheckpointError, MissingDependency
 
 # Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
@@ -28,8 +28,11 @@ class LocalSource:
 
     @property
     def engine_name(self) -> str:
-        """The name of an engine that is given none."""
-        return engine_name(self.path)
+        """The name of an engine that is given none: a GGUF file's without its ending, and without its number as a
+        part."""
+        part = PART.fullmatch(self.path.name)
+        whole = self.path.stem if is_gguf(self.path) else checkpoint_name(self.path)
+        return part["stem"] if part and is_gguf(self.path) else whole
 
 
 @dataclass(frozen=True)

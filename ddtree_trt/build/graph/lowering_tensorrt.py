@@ -338,31 +338,23 @@ class NativeGraph(TensorRtGraph):
     # Masks, made once per pass
 
     def _block_visible(self, block: int, mask: BlockMask) -> str:
-        """bool [N, 1, block, S]: what has been written, as far as `mask` allows."""
-        if mask != BlockMask():
-            return self._within(block, mask)
+        """bool [N, 1, block, S]: what has been written, as far as `mask` allows by the distance of each column from a
+        row's own position."""
         ends = self.reshape(self._key_lengths(), [-1, 1, 1, 1], "ends")
         written = self.op("Less", [self._columns(), ends], ["is_written"])
-        return self.op("Expand", [written, self.number([1, 1, block, 1])], ["visible"])
-
-    def _within(self, block: int, mask: BlockMask) -> str:
-        """`_block_visible` by the distance of each column from a row's own position."""
+        if mask == BlockMask():
+            return self.op("Expand", [written, self.number([1, 1, block, 1])], ["visible"])
         name = f"visible.{mask.window}.{'causal' if mask.causal else 'all'}"
-        ends = self.reshape(self._key_lengths(), [-1, 1, 1, 1], "ends")
         behind = self.constant("block.behind", np.arange(-block, 0, dtype=np.int32).reshape(1, 1, block, 1))
         own = self.op("Add", [ends, behind], ["block.positions"])  # [N, 1, block, 1]
         distance = self.op("Sub", [self._columns(), own], ["block.distances"])  # [N, 1, block, S]
-        # Rows behind the block's last one have not been written.
-        bounds = [self.op("Less", [self._columns(), ends], ["is_written"])]
-        if mask.causal:
-            bounds = [self.op("Less", [distance, self.number(1, np.int32)], [f"{name}.before"])]
-        elif mask.window:
-            bounds.append(self.op("Less", [distance, self.number(mask.window, np.int32)], [f"{name}.before"]))
+        last = self.number(1 if mask.causal else mask.window, np.int32)
+        visible = self.op("Less", [distance, last], [f"{name}.before"])
+        if not mask.causal:  # rows behind the block's last one have not been written
+            visible = self.op("And", [written, visible], [f"{name}.written"])
         if mask.window:
-            bounds.append(self.op("Greater", [distance, self.number(-mask.window, np.int32)], [f"{name}.after"]))
-        visible = bounds[0]
-        for i, bound in enumerate(bounds[1:]):
-            visible = self.op("And", [visible, bound], [f"{name}.{i}"])
+            after = self.op("Greater", [distance, self.number(-mask.window, np.int32)], [f"{name}.after"])
+            visible = self.op("And", [visible, after], [f"{name}.both"])
         return visible
 
     def _tree_visible(self) -> str:

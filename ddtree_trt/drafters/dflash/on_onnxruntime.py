@@ -19,29 +19,6 @@ from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork, SlotRows
 
 
-class _States:
-    """Tapped target states the drafter's cache does not hold yet."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self._pieces: list[NDArray[np.float32]] = []  # [rows, M·H]
-
-    def add(self, states: NDArray[np.float32]) -> None:
-        self._pieces.append(states)
-        self.rows += len(states)
-
-    def cut(self, rows: int) -> None:
-        if rows < self.rows:
-            self._pieces = [np.concatenate(self._pieces)[:rows]] if rows else []
-            self.rows = rows
-
-    def take(self) -> NDArray[np.float32]:
-        states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
-        self._pieces = []
-        self.rows = 0
-        return states
-
-
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
@@ -50,31 +27,33 @@ class BlockDrafter(Drafter):
         self._network = network
         self._dims = dims
         self._chunk = chunk
-        self._pending = [_States() for _ in range(network.cache.slots)]
+        # Of each slot pieces [rows, M·H] of tapped target states that the cache does not hold yet.
+        self._pending: list[list[NDArray[np.float32]]] = [[] for _ in range(network.cache.slots)]
 
     def context_length(self, slot: int) -> int:
-        return self._network.cache.lengths[slot] + self._pending[slot].rows
+        return self._network.cache.lengths[slot] + self.unseen(slot)
 
     def unseen(self, slot: int) -> int:
-        return self._pending[slot].rows
+        return sum(map(len, self._pending[slot]))
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
-        self._pending[slot].add(states)
+        self._pending[slot].append(states)
 
     def truncate(self, slot: int, length: int) -> None:
         cache = self._network.cache
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        self._pending[slot].cut(length - context)
+        if (rows := length - context) < self.unseen(slot):
+            self._pending[slot] = [np.concatenate(self._pending[slot])[:rows]] if rows else []
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""
         pieces = []
         for request in requests:
-            if not self._pending[request.slot].rows:
+            if not (waiting := self._pending[request.slot]):
                 raise EngineError(f"slot {request.slot} has no new target states to draft from")
-            states = self._pending[request.slot].take()
+            states, self._pending[request.slot] = np.concatenate(waiting) if waiting[1:] else waiting[0], []
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])
