@@ -177,20 +177,20 @@ def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bo
     Raises what `backend_build`, `resolve_precision` and the backend's `check` raise, UsageError for a wrong request and
     CheckpointError for a configuration that cannot be used.
     """
-    given = [request.checkpoint, request.drafter]
-    preset = PRESETS.get(request.name) if request.target is not None else None
+    name, given = request.name, [request.checkpoint, request.drafter]
+    preset = PRESETS.get(name) if request.target is not None else None
     if preset is None and None in given:
         if request.target is None:
             raise UsageError("--checkpoint without --target needs --drafter PATH too")
-        preset = find_preset(request.name)
+        preset = find_preset(name)
     own = [preset.target, preset.drafter] if preset else []
     target, drafter = (own[i] if value is None else named_source(value) for i, value in enumerate(given))
     pair = outline_pair(target, drafter)
-    name, reason = request.backend, None
-    if name == "auto":
+    backend, reason = request.backend, None
+    if backend == "auto":
         choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
-        name, reason = choice.backend, choice.reason
-    build = backend_build(name, request, dry_run=dry_run)
+        backend, reason = choice.backend, choice.reason
+    build = backend_build(backend, request, dry_run=dry_run)
     precision = resolve_precision(build, request.precision)
     build.check((pair.target.dims, pair.drafter.dims), precision)
     if reason:
