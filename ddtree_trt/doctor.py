@@ -146,8 +146,7 @@ def _library_detail(name: str, current: bool) -> str:
     path = library.library_path(name)
     if not (current or path.is_file()):
         return "not built"
-    abi = ABI if current else library.abi_of(path) if path.stat().st_size else None
-    return f"{path}, plugin ABI {abi}" + ("" if current else f", this version needs {ABI}")
+    return f"{path}, plugin ABI {ABI if current else f'{library.abi_of(path)}, this version needs {ABI}'}"
 
 
 def _check_engine(directory: Path, gpus: tuple[Gpu, ...]) -> Check:

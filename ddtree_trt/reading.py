@@ -24,7 +24,7 @@ from ddtree_trt.errors import shown as shown_python
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
     from pydantic_core import CoreSchema, ErrorDetails
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
@@ -228,18 +228,13 @@ def check_fields(record: DataclassInstance, within: str = "") -> None:
     try:
         (values,) = _adapter(_fields_of(type(record))).validate_python((record.__dict__,))
     except ValidationError as error:
-        raise usage_error(error, within) from None
+        first = error.errors(include_url=False)[0]
+        raised = first.get("ctx", {}).get("error")
+        if isinstance(raised, UsageError):  # by a function over a value
+            raise raised from None
+        problem = problem_of(first, shown_python, "not")
+        raise UsageError(f"{within}{place_of(first['loc'][1:])} {problem}") from None
     record.__dict__.update(values)
-
-
-def usage_error(error: ValidationError, within: str = "") -> UsageError:
-    """The first of pydantic's errors over a record in one line; one that a function raised stays."""
-    first = error.errors(include_url=False)[0]
-    raised = first.get("ctx", {}).get("error")
-    if isinstance(raised, UsageError):
-        return raised
-    place = place_of(first["loc"][1:])
-    return UsageError(f"{within}{place} {problem_of(first, shown_python, 'not')}")
 
 
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:

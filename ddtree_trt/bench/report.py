@@ -117,11 +117,19 @@ def text(result: BenchResult) -> str:
     """Tables in Markdown, the legend, and what belongs to the figures."""
     rows, lines = summarize(result.samples), list[str]()
     for source in dict.fromkeys(row.source for row in rows):
-        mine = [row for row in rows if row.source == source]
+        mine, cells = [row for row in rows if row.source == source], []
+        for row in mine:
+            rate, speedup = row.tokens_per_s, row.speedup
+            optional = ((row.tau, 2), (row.round_ms, 2), (row.mean_budget, 1))
+            line = [row.case, f"{rate.value:.0f} [{rate.low:.0f}, {rate.high:.0f}]"]
+            line += [f"{speedup.value:.2f}× [{speedup.low:.2f}, {speedup.high:.2f}]"]
+            line += ["–" if value is None else f"{value:.{digits}f}" for value, digits in optional]
+            same = f"{row.identical}/{row.comparable}" if row.comparable else "–"
+            cells.append([*line, f"{row.first_token_ms:.1f}", same])
         lines += [
             f"**{source}** ({max(row.prompts for row in mine)} prompts)",
             "",
-            *table(_HEAD, map(_cells, mine)),
+            *table(_HEAD, cells),
             "",
         ]
         staged = [[row.case, *(f"{row.stage_ms[s]:.3f}" for s in STAGES)] for row in mine if row.stage_ms]
@@ -141,21 +149,6 @@ def text(result: BenchResult) -> str:
 
 
 _HEAD = ["case", "tokens/s", "speedup", "τ", "ms/round", "budget", "first token ms", "same as ar"]
-
-
-def _cells(row: Row) -> list[str]:
-    rate, speedup = row.tokens_per_s, row.speedup
-    return [
-        row.case,
-        f"{rate.value:.0f} [{rate.low:.0f}, {rate.high:.0f}]",
-        f"{speedup.value:.2f}× [{speedup.low:.2f}, {speedup.high:.2f}]",
-        *(
-            "–" if value is None else f"{value:.{n}f}"
-            for value, n in ((row.tau, 2), (row.round_ms, 2), (row.mean_budget, 1))
-        ),
-        f"{row.first_token_ms:.1f}",
-        f"{row.identical}/{row.comparable}" if row.comparable else "–",
-    ]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -15,7 +15,7 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus, visible_gpus
 from ddtree_trt.device.libraries import cuda_bindings, cuda_of_driver, import_tensorrt
 from ddtree_trt.errors import MissingDependency, install_with
-from ddtree_trt.plugins import library
+from ddtree_trt.plugins import ABI, library
 
 # Our kernels, and NVIDIA's packages of the extras, are for CUDA 13, which asks for this driver.
 CUDA, DRIVER = 13, 580
@@ -93,7 +93,7 @@ def survey_machine(*, import_modules: bool) -> Survey:
         versions=versions,
         faults=faults,
         torch_cuda=torch_cuda(),
-        libraries=frozenset(name for name in library.NAMES if library.is_current(library.library_path(name))),
+        libraries=frozenset(name for name in library.NAMES if library.abi_of(library.library_path(name)) == ABI),
         nvcc=shutil.which("nvcc"),
         host_bytes=available_bytes("host", ()),
     )

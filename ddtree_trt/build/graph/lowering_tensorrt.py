@@ -283,10 +283,11 @@ class NativeGraph(TensorRtGraph):
         self, qkv: tuple[str, str, str], at: Attention, query_angles: tuple[str, str], visible: str, out: str
     ) -> str:
         """Attention of queries at their own angles; the mask `visible` is boolean [N, 1, T, S]."""
-        (query_heads, kv_heads), size = at.heads, at.head_dim
-        query, key, value = (
-            self._by_head(x, heads, size) for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True)
-        )
+        (query_heads, kv_heads), size, by_head = at.heads, at.head_dim, []  # [N, heads, T, D] each
+        for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True):
+            rows = self.reshape(x, [0, 0, heads, size], f"{x}.by_row")
+            by_head.append(self.op("Transpose", [rows], [f"{x}.by_head"], perm=[0, 2, 1, 3]))
+        query, key, value = by_head
         cos, sin = (self._angles(table) for table in at.rotary)
         first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
         new = self._rotated(key, cos, sin, at), value
@@ -301,11 +302,6 @@ class NativeGraph(TensorRtGraph):
         seen = self.op(ATTENTION, inputs, [f"{out}.by_head"], scale=1.0)
         rows = self.op("Transpose", [seen], [f"{out}.by_row"], perm=[0, 2, 1, 3])
         return self.reshape(rows, [0, 0, query_heads * size], out)
-
-    def _by_head(self, x: str, heads: int, size: int) -> str:
-        """x [N, T, heads · D] as [N, heads, T, D]."""
-        rows = self.reshape(x, [0, 0, heads, size], f"{x}.by_row")
-        return self.op("Transpose", [rows], [f"{x}.by_head"], perm=[0, 2, 1, 3])
 
     def _rotated(self, x: str, cos: str, sin: str, at: Attention, *, scaled: bool = False) -> str:
         """Rotary embedding of x [N, heads, T, D], of its first elements where not all are rotated, by angles [N, T,

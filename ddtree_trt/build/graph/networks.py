@@ -93,11 +93,6 @@ class Network:
         (name,) = part.sources
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
-    def next_norm(self, index: int) -> str:
-        """The weight of the norm after layer `index`: the next layer's first, or the final norm."""
-        layers = self.layers[index + 1 :]
-        return self.norm(layers[0].input_norm if layers else final_norm(self.dims, self.body))
-
     def name(self, index: int) -> str:
         """Prefix of the tensors that layer `index` computes."""
         return f"{self.body}layers.{index}"
@@ -171,7 +166,8 @@ class Network:
         parts, layer, eps = self.layers[index], self.name(index), self.dims.rms_norm_eps
         h, x = self.g.add_rms_norm(projected, x, self.norm(parts.post_norm), f"{layer}.post", eps)
         inner = self.around(index, MLP, h, partial(self.mlp, index))
-        return self.g.add_rms_norm(inner, x, self.next_norm(index), f"{layer}.next", eps)
+        following = [*(each.input_norm for each in self.layers[index + 1 :]), final_norm(self.dims, self.body)]
+        return self.g.add_rms_norm(inner, x, self.norm(following[0]), f"{layer}.next", eps)
 
     def mlp(self, index: int, h: str) -> str:
         """SwiGLU of rows h [N, T, H], or that of the experts they choose."""
