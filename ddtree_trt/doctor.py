@@ -59,8 +59,6 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything `ddtree-trt doctor` prints."""
-
     version: str
     python: str
     platform: str

@@ -19,8 +19,6 @@ from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine is, takes and can do."""
-
     directory: str
     manifest: Manifest
     memory: MemoryPlan

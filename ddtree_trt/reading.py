@@ -253,7 +253,6 @@ def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) ->
 
 
 def read_object(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """`read_json` of a file that holds an object."""
     data = read_json(path, source, max_bytes=max_bytes)
     if not isinstance(data, dict):
         raise source.fault(f"it is not a JSON object but {shown(data)}")
@@ -314,7 +313,6 @@ class Fields:
         return read_value(kind, self.data[name], self.source, self.place(name))
 
     def place(self, name: str) -> str:
-        """The full name of an entry."""
         return _join(self.path, name)
 
     def integer(self, name: str, within: Between, default: int = _REQUIRED) -> int:
@@ -338,7 +336,6 @@ class Fields:
         return Fields(self.optional(name, dict[str, Any]) or {}, self.source, self.place(name))
 
     def has(self, name: str) -> bool:
-        """Whether the entry is present and not null."""
         return self.data.get(name) is not None
 
     def fault(self, name: str, problem: str) -> DDTreeError:

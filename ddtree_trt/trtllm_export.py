@@ -105,7 +105,6 @@ def settings(manifest: Manifest, target: Model, drafter: Model) -> dict[str, Any
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings without speculation."""
     return {name: value for name, value in config.items() if name != SPECULATIVE}
 
 

@@ -89,8 +89,6 @@ class CheckpointIdentity:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and digest of a file of the engine."""
-
     size: Annotated[int, _BYTES]
     sha256: Annotated[str, _SHA256]
 
@@ -127,7 +125,6 @@ class Manifest:
 
     @property
     def drafting(self) -> DrafterKind:
-        """What the engine's drafter needs and offers."""
         return kind_of(self.drafter_dims)
 
     @property
@@ -203,7 +200,6 @@ def _contradiction(m: Manifest) -> str | None:
 
 
 def _no_engine(given: Path) -> str:
-    """What was given for an engine directory and is none, and what to do."""
     name = shlex.quote(str(given))
     build = f"ddtree-trt build --checkpoint {name} --drafter DRAFTER"
     if (given / "config.json").is_file() or (given.suffix == ".gguf" and given.is_file()):

@@ -170,8 +170,6 @@ Run = Callable[[Sequence[int], Request], Outcome]  # of a prompt's token ids, fr
 
 @dataclass(frozen=True)
 class Sample:
-    """One request by one case."""
-
     case: str
     source: str
     prompt: str  # prompt id, with the suffix #turn
@@ -183,8 +181,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Everything that was measured, and its circumstances."""
-
     settings: BenchSettings
     engine: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -193,7 +189,6 @@ class BenchResult:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """JSON whose samples take a line each."""
         body = asdict(self)
         lines = ",\n  ".join(json.dumps(sample, ensure_ascii=False) for sample in body.pop("samples"))
         return f'{json.dumps(body, indent=1, ensure_ascii=False)[:-2]},\n "samples": [\n  {lines}\n ]\n}}\n'
@@ -291,7 +286,6 @@ def describe_engine(session: Session) -> dict[str, Any]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """The machine and the software, and how busy the machine is."""
     found = diagnose()
     return {
         **{name: getattr(found, name) for name in ("version", "python", "platform", "packages")},

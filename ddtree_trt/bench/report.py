@@ -30,8 +30,6 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Spread:
-    """A value and an interval around it."""
-
     value: float
     low: float
     high: float
@@ -39,8 +37,6 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One case on one prompt set."""
-
     source: str
     case: str
     prompts: int

@@ -33,8 +33,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What a backend lacks."""
-
     text: str
     removable: bool = False  # by installing something
 

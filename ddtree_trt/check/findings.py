@@ -111,8 +111,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class GreedyFinding:
-    """A case's greedy outputs beside those of `ar`."""
-
     case: str
     prompts: int
     differences: tuple[Difference, ...]
@@ -180,8 +178,6 @@ class DraftingFinding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything `ddtree-trt check` prints."""
-
     engine: str
     precision: str
     inexact: str | None  # why the engine's rows may have other bits in other passes; None where none may

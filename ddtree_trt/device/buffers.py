@@ -129,7 +129,6 @@ NOT_COUNTED_AS_BUFFERS = frozenset(
 
 
 def aligned(count: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 

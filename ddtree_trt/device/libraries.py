@@ -68,14 +68,11 @@ def current_gpu(api: Any) -> CurrentGpu | None:
 
 
 class CudaVersions(NamedTuple):
-    """Versions as they are written: 13.0."""
-
     runtime: str
     driver: str  # the newest CUDA that it supports
 
 
 def cuda_versions(api: Any) -> CudaVersions:
-    """The installed versions. Raises EngineError."""
     return CudaVersions(*(version_text(call(api, f"cuda{part}GetVersion")) for part in ("Runtime", "Driver")))
 
 

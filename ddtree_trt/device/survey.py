@@ -48,7 +48,6 @@ class Survey:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The one that an engine would run on."""
         return self.gpus[0] if self.gpus else None
 
     @property

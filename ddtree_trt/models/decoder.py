@@ -179,7 +179,6 @@ class Part:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Hugging Face names of the joined tensors, in order."""
         return tuple(self.shapes)
 
 

@@ -71,8 +71,6 @@ _ROPE_OF_HYBRIDS: Known = {**_ROPE_KNOWN, ROTARY_SHARE: None, "mrope_section": N
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The configuration of one checkpoint."""
-
     dims: TransformerDims  # of the record that the kind of drafter has
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]

@@ -123,7 +123,6 @@ class Checkpoint(Outline):
         return replace(super().with_rows_of_head(target), tensors=tensors, _read=read)
 
     def stored(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a quantised projection. Raises CheckpointError."""
         return read_bytes(name, self.tensors[name])
 
 

@@ -28,8 +28,6 @@ _NEVER = -1e9  # what is not seen: exp of it is 0
 
 @dataclass(frozen=True)
 class Tree:
-    """What a graph knows of its call's trees."""
-
     sources: str  # int64 [N, T, taps]: rows of the last taps − 1 inputs and the call's that a row's convolution takes
     seen: str  # bool [N, T, T]: whether the column is the row or its ancestor
     most: int  # T is not more

@@ -28,8 +28,6 @@ PARTS = 64  # of a row of SwiGLU, or the largest divisor of both: one value of e
 
 
 class Int8Graph(OnnxRuntimeGraph):
-    """`OnnxRuntimeGraph` whose projections and head multiply 8-bit integers."""
-
     precision = "int8"
     rotates = True
 

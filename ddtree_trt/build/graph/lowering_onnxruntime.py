@@ -20,8 +20,6 @@ MICROSOFT = "com.microsoft"
 
 
 class OnnxRuntimeGraph(Graph):
-    """`Graph` of ONNX Runtime's fused operators and `DDTreeAttention`."""
-
     domains = (MICROSOFT, plugins.NAMESPACE)
     precision: PrecisionName = "fp32"
 

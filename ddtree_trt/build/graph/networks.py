@@ -94,7 +94,6 @@ class Network:
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
     def name(self, index: int) -> str:
-        """Prefix of the tensors that layer `index` computes."""
         return f"{self.body}layers.{index}"
 
     def cached(self, index: int) -> Attention:

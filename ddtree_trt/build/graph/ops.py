@@ -117,7 +117,6 @@ class Graph(ABC):
         return key
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """A small array kept inside the graph."""
         if name not in self._initializers:
             self._initializers[name] = numpy_helper.from_array(value, name)
         return name
@@ -209,7 +208,6 @@ class Graph(ABC):
         return self.op("Concat", parts, [out], axis=axis)
 
     def scaled(self, x: str, factor: float) -> str:
-        """x in `floats` times a number."""
         if factor == 1:
             return x
         return self.op("Mul", [x, self._scale(f"{x}.factor", np.float32(factor))], [f"{x}.scaled"])

@@ -36,7 +36,6 @@ class WeightFile:
 
     @property
     def size(self) -> int:
-        """Bytes of array data written so far, padding not counted."""
         return self._done
 
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:

@@ -17,8 +17,6 @@ from ddtree_trt.models.decoder import (
 
 
 class Autoregressive(DrafterKind):
-    """It fits every target of its vocabulary."""
-
     name = "autoregressive"
     title = "autoregressive drafter"
     record = TransformerDims

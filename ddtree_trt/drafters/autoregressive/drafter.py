@@ -17,8 +17,6 @@ from ddtree_trt.runtime.tree import token_chain
 
 @dataclass
 class _Context:
-    """An autoregressive drafter's record of one slot."""
-
     committed: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)  # tokens of its cache: committed ones, then drafted ones
     agreed: int = 0  # leading tokens of `cached` that equal the committed ones
@@ -97,8 +95,6 @@ class AutoregressiveDrafter(Drafter):
 
 @dataclass
 class _Chain:
-    """A draft in the making."""
-
     request: DraftRequest
     tokens: list[int]  # those that the next pass takes
     log_probs: list[NDArray[np.float32]] = field(default_factory=list)  # of each drawn token's candidates [K]

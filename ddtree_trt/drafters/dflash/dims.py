@@ -109,8 +109,6 @@ def layer_convolutions(dims: DFlashDims, index: int) -> dict[str, ConvolutionPar
 
 
 class DFlash(TappedKind):
-    """One pass denoises a block."""
-
     name = "dflash"
     title = "DFlash drafter"
     record = DFlashDims

@@ -60,8 +60,6 @@ def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> 
 
 
 class _Network(TappedNetwork):
-    """The drafter's layers, its head for pairs, and its convolutions."""
-
     dims: DFlashDims
 
     def part(self, part: Part, key: str = "", change: Callable[[np.ndarray], np.ndarray] = np.asarray) -> str:

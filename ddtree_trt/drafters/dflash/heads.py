@@ -73,7 +73,6 @@ class PairHead:
 
     @property
     def rank(self) -> int:
-        """r"""
         return self.left.shape[1]
 
     @property
@@ -83,8 +82,6 @@ class PairHead:
 
 
 class ConvolutionParts(NamedTuple):
-    """The tensors of one convolution."""
-
     base: Part  # [2 · taps, H]: of the sublayer's input, then of its output
     kernels: Part  # K [2 · taps · groups, H]
 

@@ -86,7 +86,6 @@ class BlockDrafter(BlockOnDevice):
         self.counts[slot] = min(self.counts[slot], length - context)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all requests."""
         slots = [r.slot for r in requests]
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
@@ -251,8 +250,6 @@ class Network:
 
 
 class PairScores:
-    """The factors of a head's scores."""
-
     def __init__(self, head: PairHead, weights: Mapping[str, Tensor], prefix: str) -> None:
         self.candidates = head.candidates
         self._left, self._right, self._projection, self._gate, self._gate_bias = (

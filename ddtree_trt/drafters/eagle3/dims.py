@@ -71,8 +71,6 @@ def state_norm(dims: Eagle3Dims) -> Part:
 
 
 class Eagle3(TappedKind):
-    """Each of its passes drafts a level of a tree."""
-
     name = "eagle3"
     title = "EAGLE-3 drafter"
     record = Eagle3Dims

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class OnnxRuntimeBuild(BackendBuild):
-    """The build for the CPU."""
-
     backend = ONNXRUNTIME
     precisions = ONNXRUNTIME.builds
 

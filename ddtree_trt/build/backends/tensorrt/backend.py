@@ -39,8 +39,6 @@ LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
 class PlansBuild(BackendBuild):
-    """What builds of plans have in common."""
-
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
         for kind in map(kind_of, networks):
@@ -73,7 +71,6 @@ class TensorRtBuild(PlansBuild):
 
     @cached_property
     def machine(self) -> Machine:
-        """As `examine` returns it."""
         return examine(self._wanted)
 
     def check_machine(self) -> None:

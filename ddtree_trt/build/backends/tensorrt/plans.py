@@ -71,8 +71,6 @@ _TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → th
 
 
 class Network(NamedTuple):
-    """A network to compile."""
-
     name: str
     plan: str  # its file
     make: Callable[[Sink], ModelProto]
