@@ -122,12 +122,7 @@ def text(result: BenchResult) -> str:
             line += ["–" if value is None else f"{value:.{digits}f}" for value, digits in optional]
             same = f"{row.identical}/{row.comparable}" if row.comparable else "–"
             cells.append([*line, f"{row.first_token_ms:.1f}", same])
-        lines += [
-            f"**{source}** ({max(row.prompts for row in mine)} prompts)",
-            "",
-            *table(_HEAD, cells),
-            "",
-        ]
+        lines += [f"**{source}** ({max(row.prompts for row in mine)} prompts)", "", *table(_HEAD, cells), ""]
         staged = [[row.case, *(f"{row.stage_ms[s]:.3f}" for s in STAGES)] for row in mine if row.stage_ms]
         if staged:
             lines += ["Milliseconds per round by stage:", "", *table(["case", *STAGES], staged), ""]

@@ -39,13 +39,7 @@ from ddtree_trt.build.checkpoint.scales import (
     read_scales,
     scale_name,
 )
-from ddtree_trt.build.checkpoint.tensorfile import (
-    check_dtype,
-    check_finite,
-    open_tensors,
-    read_bytes,
-    read_float32,
-)
+from ddtree_trt.build.checkpoint.tensorfile import check_dtype, check_finite, open_tensors, read_bytes, read_float32
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError

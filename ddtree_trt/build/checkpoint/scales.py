@@ -84,11 +84,7 @@ def find_scales(
 
 
 def _scale_shapes(
-    directory: Path,
-    weight: str,
-    shape: tuple[int, ...],
-    quantization: Quantization,
-    stored: Mapping[str, StoredTensor],
+    directory: Path, weight: str, shape: tuple[int, ...], quantization: Quantization, stored: Mapping[str, StoredTensor]
 ) -> Shapes:
     """Shapes by name of the scales that a weight [out, in] must have; () is one number. Raises CheckpointError for a
     weight that its algorithm cannot store."""
