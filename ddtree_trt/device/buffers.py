@@ -265,29 +265,23 @@ def tensorrt_buffers(
     slots = limits.max_batch
     rows = pass_rows(limits, slots)
     own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
+    states = {}  # of a hybrid, with those that slots come back to, and what passes keep
+    if target.delta is not None:
+        shapes = StateShapes.of(target)
+        live = shapes.layers * sum(aligned(slots * size) for size in (shapes.state_bytes, shapes.past_bytes))
+        states[TARGET_STATES] = live + slots * limits.snapshots * shapes.slot_bytes
+        states[KEPT] = shapes.layers * aligned(rows * shapes.row_bytes)
     return {
         **_table_bytes(target, EMBEDDING, HEAD, element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
-        **_state_bytes(target, limits, rows),
+        **states,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
         RESULTS: max(rows * INT_BYTES, results),
         TARGET_CONTROL: _pass_control_bytes(slots, rows, limits) + (_control_bytes(rows) if target.delta else 0),
         COMMIT_CONTROL: slots * _control_bytes(*4 * [1], *(2 if target.delta else 1) * [limits.max_tokens_per_pass]),
         **own,
         WORKSPACE: workspace_bytes,
-    }
-
-
-def _state_bytes(dims: TransformerDims, limits: Limits, rows: int) -> dict[str, int]:
-    """Bytes of a hybrid's states with those that slots come back to, and of what passes keep."""
-    if dims.delta is None:
-        return {}
-    shapes, slots = StateShapes.of(dims), limits.max_batch
-    live = shapes.layers * sum(aligned(slots * size) for size in (shapes.state_bytes, shapes.past_bytes))
-    return {
-        TARGET_STATES: live + slots * limits.snapshots * shapes.slot_bytes,
-        KEPT: shapes.layers * aligned(rows * shapes.row_bytes),
     }
 
 

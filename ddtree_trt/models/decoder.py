@@ -312,8 +312,7 @@ def head(dims: TransformerDims) -> Part:
 
 def language_model_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
     """Every tensor of a target, or of an autoregressive drafter; with `tied` the head is the embedding."""
-    layers = (part for layer in decoder_layers(dims) for part in layer)
-    return shapes_of((embedding(dims), *layers, final_norm(dims), *(() if tied else (head(dims),))))
+    return shapes_of(language_model_stored(dims, tied=tied))
 
 
 def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part]:

@@ -134,15 +134,6 @@ class DFlash(TappedKind):
         parts = [part for each in convolutions for parts in each for part in parts]
         return super().unrounded | set(shapes_of([*parts, *(self.pairs.parts if self.pairs else ())]))
 
-    def shapes(self, *, tied: bool) -> Shapes:
-        d = self.dims
-        layers = [part for layer in decoder_layers(d, BODY) for part in layer]
-        for index in range(d.num_layers):
-            layers += (part for parts in layer_convolutions(d, index).values() for part in parts)
-        pairs = () if self.pairs is None else self.pairs.parts
-        parts = (self.fc, context_norm(d), *layers, final_norm(d, BODY), *self.own_tables, *self.to_target, *pairs)
-        return shapes_of(parts)
-
     def stored(self, *, tied: bool) -> Iterator[Part]:
         d, layers = self.dims, decoder_layers(self.dims, BODY)
         yield from (self.fc, context_norm(d))

@@ -20,11 +20,9 @@ from ddtree_trt.models.decoder import (
     WIDTH,
     Layer,
     Part,
-    Shapes,
     TransformerDims,
     decoder_layer,
     final_norm,
-    shapes_of,
     within_layer,
 )
 
@@ -77,10 +75,6 @@ class Eagle3(TappedKind):
     drafts = "levels"
     shifted_inputs = True
     dims: Eagle3Dims
-
-    def shapes(self, *, tied: bool) -> Shapes:
-        parts = [self.fc, state_norm(self.dims), *eagle_layer(self.dims), final_norm(self.dims, BODY)]
-        return shapes_of([*parts, *self.own_tables, *self.to_target])
 
     def stored(self, *, tied: bool) -> Iterator[Part]:
         layer = eagle_layer(self.dims)
