@@ -7,7 +7,6 @@ the head are inputs, so that both engines read one copy.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +23,14 @@ from ddtree_trt.plugins import MaskMode
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;
 # TensorRT's own limit is 3840.
 MAX_CANDIDATES = 256
+_WORD = 32  # bits of a mask's word
 
 
 class TensorRtGraph(Graph):
     """`Graph` of operators that TensorRT's parser reads. The lowering of attention is a subclass's."""
 
     integers = "int32"
+    by_slot_id = False  # whether a call names the cache slot of each sequence; else it gets their parts of a cache
 
     def __init__(self, name: str, sink: Sink, floats: str, shared: str | None = None) -> None:
         """`floats` is the network's precision: bfloat16 or float16 (float32 has no attention kernel); `shared` that of
@@ -41,10 +42,12 @@ class TensorRtGraph(Graph):
         self._mask = ""
 
     def table(self, table: Table) -> str:
-        if table.name not in self._tables:
-            self._tables.add(table.name)
-            self.input(table.name, self.shared, table.shape)
-        return table.name
+        return self._table(table.name, self.shared, table.shape)
+
+    def _table(self, name: str, dtype: str, shape: Shape) -> str:
+        if name not in self._tables:
+            self._tables.add(self.input(name, dtype, shape))
+        return name
 
     def embed(self, table: Table, token_ids: str, out: str) -> str:
         if self.shared == self.floats:
@@ -59,12 +62,16 @@ class TensorRtGraph(Graph):
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.POSITIONS, "int32", ["N", tokens])
         self.input(names.PAST_LEN, "int32", ["N"])
+        self._most, self._words = max_tokens, -(-max_tokens // _WORD)
         if masked:
-            self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, -(-max_tokens // 32)])
+            self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, self._words])
+        if self.by_slot_id:
+            self.input(names.SLOT_IDS, "int32", ["N"])
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         """Keys and values [slots, Hkv, S, D] of each layer, as inputs and, the same buffers, as outputs."""
-        shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
+        slots: int | str = limits.max_batch if self.by_slot_id else "N"
+        shape = [slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim]
         layers = len(dims.attention_layers)
         past, present = names.past_names(layers), names.present_names(layers)
         for name in past:
@@ -72,18 +79,12 @@ class TensorRtGraph(Graph):
         for name in present:
             self.output(name, self.floats, shape)
 
-    @abstractmethod
-    def slots(self, limits: Limits) -> int | str:
-        """The first dimension of a cache."""
-
     def head(self, x: str, table: Table, out: str) -> str:
         """A product of float32, also where the rest is in halves: a strongly typed product of halves gives halves, in
         which large logits of different tokens are equal. The table comes in float32, an input of its own even where
         the head is the embedding: a cast in the graph would write it anew in every pass."""
-        if names.HEAD not in self._tables:
-            self._tables.add(names.HEAD)
-            self.input(names.HEAD, "float32", table.shape)
-        return self.op("Gemm", [self._single(x), names.HEAD], [out], transB=1)
+        weight = self._table(names.HEAD, "float32", table.shape)
+        return self.op("Gemm", [self._single(x), weight], [out], transB=1)
 
     def choices(self, logits: str) -> None:
         wide = self.op("ArgMax", [logits], [f"{names.CHOICES}.wide"], axis=1, keepdims=0)
@@ -123,17 +124,10 @@ class TensorRtGraph(Graph):
 
 
 class PluginGraph(TensorRtGraph):
-    """`TensorRtGraph` with one plugin node per attention. A call names the cache slot of each sequence."""
+    """`TensorRtGraph` with one plugin node per attention."""
 
     domains = (plugins.NAMESPACE,)
-
-    def slots(self, limits: Limits) -> int:
-        return limits.max_batch
-
-    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        super().row_inputs(tokens, max_tokens, masked=masked)
-        self._max_tokens = max_tokens
-        self.input(names.SLOT_IDS, "int32", ["N"])
+    by_slot_id = True
 
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
         single = self._single(x)
@@ -168,7 +162,7 @@ class PluginGraph(TensorRtGraph):
             plugins.NUM_Q_HEADS: query_heads,
             plugins.NUM_KV_HEADS: kv_heads,
             plugins.HEAD_DIM: size,
-            plugins.MAX_TREE: self._max_tokens,
+            plugins.MAX_TREE: self._most,
             plugins.SCALE: size**-0.5,
             plugins.MASK_MODE: int(mode),
             # By these TensorRT's parser finds the plugin.
@@ -199,7 +193,6 @@ class PluginGraph(TensorRtGraph):
 
 KEY_LENGTHS = "key_lengths"  # int32 [N], computed in the graph: rows of each cache that hold keys, the call's included
 ATTENTION = "Attention"
-_WORD = 32  # bits of a mask's word
 
 
 class NativeGraph(TensorRtGraph):
@@ -221,13 +214,6 @@ class NativeGraph(TensorRtGraph):
                 self.input(name, "float32", ["N", *shape])
             self.output(names.kept_name(layer), "float32", ["N", "T", sum(delta.kept_widths(net))])
         self.input(names.PARENTS, "int32", ["N", "T"])
-
-    def slots(self, limits: Limits) -> str:
-        return "N"
-
-    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        super().row_inputs(tokens, max_tokens, masked=masked)
-        self._most, self._words = max_tokens, -(-max_tokens // _WORD)
 
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
         return self._rounded("RMSNormalization", [self._single(x), weight], out, axis=-1, epsilon=eps)

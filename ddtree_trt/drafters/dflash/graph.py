@@ -53,7 +53,7 @@ def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> 
     logits = g.reshape(net.logits(flat, "flat_logits"), [-1, dims.draft_length, dims.head_size], "logits")
     if dims.pair_head is None:
         capped = g.capped(logits, dims.logit_scale, dims.logit_cap)
-        net.add_most_probable(capped, limits, "N", dims.draft_length)
+        net.add_most_probable(capped, "N", dims.draft_length)
     else:
         net.add_pairs(dims.pair_head, drafting, token_ids, logits)
     return g.model()

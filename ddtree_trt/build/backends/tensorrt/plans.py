@@ -110,10 +110,8 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
     def target_graph(sink: Sink) -> ModelProto:
-        g = lowering("target", sink, floats)
-        return build_target_graph(
-            g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
-        )
+        g, given = lowering("target", sink, floats), (target.dims, target.tensor)
+        return build_target_graph(g, *given, tap_layers=taps, limits=limits, tied=tied, quantized=target)
 
     def drafter_graph(sink: Sink) -> ModelProto:
         own = block_drafter_precision(inputs.precision) if drafter.kind.block_size else inputs.precision
