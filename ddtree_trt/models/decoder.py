@@ -34,12 +34,10 @@ class Experts:
     shared: Annotated[int, SHARED] = 0  # width of the shared expert; 0: there is none
     stacked: bool = False  # checkpoints have all experts in one tensor
 
-
-def expert_contradiction(experts: Experts | None) -> str | None:
-    """What of a mixture cannot be true together, or None: each field is right by itself."""
-    if experts is None or experts.per_token <= experts.count:
-        return None
-    return f"per_token {experts.per_token} is more than the count {experts.count}"
+    def contradiction(self) -> str | None:
+        """What cannot be true together, or None: each field is right by itself."""
+        problem = f"per_token {self.per_token} is more than the count {self.count}"
+        return problem if self.per_token > self.count else None
 
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
@@ -138,7 +136,7 @@ class TransformerDims:
             return f"rotary_dim {self.rotated} is not an even number up to head_dim {self.head_dim}"
         if problem := contradiction(self.rope_theta, self.rope_scaling):
             return f"rope_scaling: {problem}"
-        if problem := expert_contradiction(self.experts):
+        if self.experts and (problem := self.experts.contradiction()):
             return f"experts: {problem}"
         if self.delta and (problem := self.delta.contradiction(self.num_layers)):
             return f"delta: {problem}"
@@ -328,11 +326,6 @@ def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part
 def within_layer(index: int, *parts: Iterable[Part]) -> Iterator[Part]:
     """The parts with names in our weight files that say whose layer they are."""
     return (replace(part, name=f"layers.{index}.{part.name}") for some in parts for part in some)
-
-
-def is_of_values(name: str) -> bool:
-    """Whether a tensor of a checkpoint is the projection of a layer's values."""
-    return name.endswith("self_attn.v_proj.weight")
 
 
 def shapes_of(parts: Iterable[Part]) -> Shapes:

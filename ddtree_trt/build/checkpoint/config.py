@@ -26,7 +26,7 @@ from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
-from ddtree_trt.models.decoder import Experts, TransformerDims, expert_contradiction
+from ddtree_trt.models.decoder import Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.families import (
     DELTA_NAMES,
@@ -46,7 +46,6 @@ from ddtree_trt.models.rope_scaling import (
     SCALINGS,
     RopeScaling,
     contradiction,
-    scaling_fields,
     yarn_attention_factor,
 )
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_record, read_value, shown
@@ -213,7 +212,7 @@ def _experts(fields: Fields, family: Family) -> Experts:
     if first is None and second is not None:
         values["count"] = fields.integer(_EXPERT_COUNTS[1], bounds.EXPERTS)
     experts = Experts(**values, stacked=family.stacked)
-    if problem := expert_contradiction(experts):
+    if problem := experts.contradiction():
         raise fields.fault(EXPERT_NAMES["per_token"], f"is {experts.per_token}: {problem}")
     return experts
 
@@ -259,7 +258,7 @@ def _scaling_of(section: Fields, max_positions: int, known: Known) -> RopeScalin
     if kind == "default":
         refuse_unknown(section, {**known, "factor": (1,)})
         return None
-    used = scaling_fields(kind)
+    used = SCALINGS[kind]
     also = _MSCALE if kind == "yarn" else ()
     refuse_unknown(section, {**known, **dict.fromkeys((*used, *also))})
     given: dict[str, Any] = {name: section.data[name] for name in used if section.has(name)}

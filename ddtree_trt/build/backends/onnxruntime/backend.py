@@ -16,12 +16,15 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, is_of_values
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ddtree_trt.build.checkpoint.outline import Outline
+
+
+_VALUES = "self_attn.v_proj.weight"  # ends the name of the projection of a layer's values
 
 
 class OnnxRuntimeBuild(BackendBuild):
@@ -70,7 +73,7 @@ def weight_bytes(network: Outline, precision: PrecisionName) -> int:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name != EMBEDDING and name not in unrounded:
-                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if is_of_values(name) else 1)
+                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if name.endswith(_VALUES) else 1)
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2
     return sum(sizes.values())
