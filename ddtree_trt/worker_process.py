@@ -117,7 +117,10 @@ class WorkerProcess:
         """The process's answer. Where it is the last one, or missing, the next call starts another process."""
         answer: dict[str, Any] = json.loads(line) if line else {"last": True}
         if answer.get("last"):
-            starting, stderr = not self._ready, self._last_error_line()
+            starting, stderr = not self._ready, ""
+            if self._errors is not None:
+                self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
+                stderr = shown(self._errors.read().decode("utf-8", "replace").strip().rpartition("\n")[2])[1:-1]
             code = self._stop()
             if starting:
                 reason = answer.get("error") or f"exit code {code}{stderr and f': {stderr}'}"
@@ -147,13 +150,6 @@ class WorkerProcess:
             self._stop()
             raise EngineError(f"{self._cannot}: {command[0]} does not start: {error}") from error
         return self._process
-
-    def _last_error_line(self) -> str:
-        if self._errors is None:
-            return ""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return shown(lines[-1])[1:-1] if lines else ""
 
     def _stop(self) -> int | None:
         """Kill the process; returns its exit code."""

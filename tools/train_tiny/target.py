@@ -83,11 +83,6 @@ def _as_hybrid(weights: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, 
     return found
 
 
-def save_target(model: Any, settings: TargetSettings, folder: Path) -> None:
-    save(model, target_config(settings), folder)
-    model.generation_config.save_pretrained(folder)
-
-
 def groups(tokens: TokenSet, budget: int, rng: np.random.Generator) -> list[Any]:
     """Conversations of like length, some `budget` tokens together, in random order."""
     order = np.argsort(tokens.lengths + rng.uniform(0, 8, len(tokens.lengths)), kind="stable")
@@ -168,5 +163,8 @@ def train_target(settings: TargetSettings, arrays: dict[str, Path], work: Path, 
             return imitation_loss(model, packaged, next(stream))
         return answer_loss(model, next(stream))
 
-    log = Log(work / "train.log")
-    return train(run, loss_of, measure, lambda m: save_target(m, settings, out), log)
+    def keep(model: Any) -> None:
+        save(model, target_config(settings), out)
+        model.generation_config.save_pretrained(out)
+
+    return train(run, loss_of, measure, keep, Log(work / "train.log"))

@@ -45,12 +45,12 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
 )
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.options import SPLIT, EngineOptions
 
 
 def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engine:
     """The engine of a directory whose digests were checked, over as many ranks as the options say."""
-    engine = TorchEngine if options.tensor_parallel_size == 1 else ParallelEngine
+    engine = TorchEngine if options.ranks == 1 else ParallelEngine
     return engine.open(directory, manifest, options)
 
 
@@ -95,7 +95,7 @@ class ParallelEngine:
         already, EngineError for ranks that fail or take longer than `opening_limit_s`, and what `TorchEngine.open`
         raises.
         """
-        size, threads = options.tensor_parallel_size, options.threads
+        size, threads = options.ranks, options.threads
         check_split(manifest, size)
         weight_bytes = manifest.files[artifact.TORCH_WEIGHTS].size
         opening_s, devices = opening_limit_s(weight_bytes), _devices(size)
@@ -261,7 +261,7 @@ def _devices(size: int) -> list[torch.device]:
         return [first] * size
     count = torch.cuda.device_count()
     if count < size:
-        raise UsageError(f"tensor_parallel_size {size} needs as many GPUs, this process sees {count}; lower it")
+        raise UsageError(f"{SPLIT} {size} needs as many GPUs, this process sees {count}; lower it")
     others = [i for i in range(count) if i != first.index]
     return [first, *(torch.device("cuda", i) for i in others[: size - 1])]
 
