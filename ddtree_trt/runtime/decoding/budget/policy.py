@@ -21,7 +21,7 @@ REPAID = 8  # tokens left for each pass that a probe, or what a drafter has stil
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what new requests expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
-REST = 128  # most rounds after which requests none of which may draft are weighed again: a plan takes time
+REST = 32  # most rounds after which requests none of which may draft are weighed again: a plan takes time
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
