@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ class Rotation:
                 (before,) = norm.sources
                 self._changes[before].append(np.ones_like)
                 for name in reader.sources:
-                    self._changes[name].append(lambda w, norm=before: rotate(w * weights(norm), dims.hidden_size))
+                    self._changes[name].append(partial(self._behind_norm, before))
             for name in layer.o.sources:  # they read attention's results
                 self._changes[name].append(lambda w: rotate(w, dims.head_dim))
             for name in (*layer.o.sources, *layer.down.sources):  # they write the stream
@@ -86,6 +87,9 @@ class Rotation:
         for change in self._changes.get(name, ()):
             weight = change(weight)
         return weight
+
+    def _behind_norm(self, norm: str, weight: Floats) -> Floats:
+        return rotate(weight * self._weights(norm), self._hidden)
 
     def into(self) -> Floats:
         """The matrix [H, H] that rows of the embedding are multiplied by."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.build.checkpoint.dialect import (
@@ -88,19 +89,6 @@ def _taps(fields: Fields, name: str, layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _flat_entries(fields: Fields, section: Fields, default_taps: Sequence[int] | None = None) -> dict[str, Any]:
-    """Taps, block and mask where each may be in the section or beside it."""
-    layers = stated("target_layer_ids", list[TapLayer], section, fields)
-    if layers is None:
-        layers = default_taps or required("target_layer_ids", list[TapLayer], section, fields)
-    return {
-        "block_size": required("block_size", Annotated[int, dflash.BLOCK], fields, section),
-        "mask_token_id": required("mask_token_id", _MaskToken, section, fields),
-        "tap_layers": _taps(section, "target_layer_ids", layers),
-        "num_target_layers": required("num_target_layers", Annotated[int, LAYERS], fields, section),
-    }
-
-
 def _markov(*places: Fields) -> dict[str, Any]:
     """The Markov head: its rank, 0 for none, and whether the hidden state gates it."""
     kind = stated("markov_head_type", Literal["vanilla", "gated"], *places)
@@ -141,26 +129,30 @@ def _attention(fields: Fields, section: Fields, family: Family, layers: int) -> 
     return {"windows": windows, "causal": causal}
 
 
-# z-lab and JetSpec
+# z-lab and JetSpec, DeepSpec and SpecForge: where each field may be in the section or beside it
 
 
-def _dflash2_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
+def _flat_dims(
+    fields: Fields,
+    dims: TransformerDims,
+    family: Family,
+    *,
+    spread: bool = False,
+    anchor_first: bool = False,
+    own_tables: bool = False,
+    **entries: Any,
+) -> DFlashDims:
+    """`spread`: taps that are not stated are spread over the target's layers. `anchor_first`: if it is not stated."""
     section = fields.section(SECTION)
-    group = section.integer("conv_group_size", RANK)
-    if dims.hidden_size % group:
-        raise section.fault("conv_group_size", f"is {group}, but hidden_size {dims.hidden_size} is not a multiple")
-    selector = Selector(section.integer("selector_top_k", RANK), section.integer("selector_rank", RANK))
-    convolution = Convolution(section.integer("conv_kernel_size", TAPS), groups=dims.hidden_size // group)
-    return _zlab_dims(fields, dims, family, selector=selector, convolution=convolution)
-
-
-def _zlab_dims(fields: Fields, dims: TransformerDims, family: Family, **entries: Any) -> DFlashDims:
-    section, default_taps = fields.section(SECTION), None
-    if not entries:
-        target_layers = required("num_target_layers", Annotated[int, LAYERS], fields, section)
-        default_taps = default_tap_layers(target_layers, dims.num_layers)
     for place in (fields, section):
         refuse_unknown(place, {**dict.fromkeys(place.data), "target_vocab_size": (dims.vocab_size,)})
+    target_layers = required("num_target_layers", Annotated[int, LAYERS], fields, section)
+    taps = stated("target_layer_ids", list[TapLayer], section, fields)
+    if taps is None and spread:
+        taps = default_tap_layers(target_layers, dims.num_layers)
+    elif taps is None:
+        taps = section.value("target_layer_ids", list[TapLayer])
+    anchor = stated("sample_from_anchor", bool, fields, section)
     scales = {
         "embedding_scale": ("input_embedding_scale", dflash.SCALE),
         "logit_scale": ("output_multiplier", dflash.SCALE),
@@ -171,12 +163,28 @@ def _zlab_dims(fields: Fields, dims: TransformerDims, family: Family, **entries:
         fields,
         dims,
         **_attention(fields, section, family, dims.num_layers),
-        **_flat_entries(fields, section, default_taps),
+        block_size=required("block_size", Annotated[int, dflash.BLOCK], fields, section),
+        mask_token_id=required("mask_token_id", _MaskToken, section, fields),
+        tap_layers=_taps(section, "target_layer_ids", taps),
+        num_target_layers=target_layers,
         **{ours: value for ours, value in found.items() if value is not None},
-        anchor_first=stated("sample_from_anchor", bool, fields, section) or False,
+        anchor_first=anchor_first if anchor is None else anchor,
         draft_vocab_size=stated("draft_vocab_size", _Vocabulary, fields, section),
+        own_embedding=own_tables,
+        own_head=own_tables,
+        **_markov(fields, section),
         **entries,
     )
+
+
+def _dflash2_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
+    section = fields.section(SECTION)
+    group = section.integer("conv_group_size", RANK)
+    if dims.hidden_size % group:
+        raise section.fault("conv_group_size", f"is {group}, but hidden_size {dims.hidden_size} is not a multiple")
+    selector = Selector(section.integer("selector_top_k", RANK), section.integer("selector_rank", RANK))
+    convolution = Convolution(section.integer("conv_kernel_size", TAPS), groups=dims.hidden_size // group)
+    return _flat_dims(fields, dims, family, selector=selector, convolution=convolution)
 
 
 def _zlab(title: str, read_dims: Any, architecture: str, *more: Known, mark: str = "") -> Dialect:
@@ -199,31 +207,14 @@ def _zlab(title: str, read_dims: Any, architecture: str, *more: Known, mark: str
     )
 
 
-# DeepSpec and SpecForge
-
-
 def _dspark(title: str, architecture: str, *, own_tables: bool) -> Dialect:
-    def read(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
-        section = fields.section(SECTION)
-        anchor = stated("sample_from_anchor", bool, fields, section)
-        return _drafter(
-            fields,
-            dims,
-            **_attention(fields, section, family, dims.num_layers),
-            **_flat_entries(fields, section),
-            anchor_first=True if anchor is None else anchor,
-            **_markov(fields, section),
-            own_embedding=own_tables,
-            own_head=own_tables,
-        )
-
     neutral = {"projector_type": ("dspark",), **_UNTIED}
     return Dialect(
         title=title,
         architectures=(architecture,),
         fields=_known(_FLAT, _MARKOV, _CONFIDENCE, {SECTION: None}, neutral),
         sections={SECTION: _known(_IN_SECTION, _MARKOV, _CONFIDENCE, neutral)},
-        read_dims=read,
+        read_dims=partial(_flat_dims, anchor_first=True, own_tables=own_tables),
         settle=DFlashDims.as_stored,
         unused=(_CONFIDENCE_HEAD,),
     )
@@ -294,7 +285,7 @@ def _speculators(kind: str, title: str, *more: Known) -> Dialect:
 
 _SELECTOR = words("selector_top_k selector_rank conv_kernel_size conv_group_size")
 DIALECTS = (
-    _zlab(f"drafters with a {SECTION}", _zlab_dims, dflash.ARCHITECTURE, mark=SECTION),
+    _zlab(f"drafters with a {SECTION}", partial(_flat_dims, spread=True), dflash.ARCHITECTURE, mark=SECTION),
     _zlab("drafters with a candidate selector", _dflash2_dims, "DFlash2DraftModel", _SELECTOR),
     _dspark("DeepSpec's drafters", "Qwen3DSparkModel", own_tables=True),
     _dspark("DSpark drafters", "DSparkDraftModel", own_tables=False),

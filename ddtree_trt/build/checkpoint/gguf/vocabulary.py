@@ -79,7 +79,7 @@ def tokenizer_files(metadata: Fields) -> dict[str, Any]:
     for name, key, kind in (("model_max_length", positions, int), ("chat_template", "tokenizer.chat_template", str)):
         if (value := metadata.optional(key, kind)) is not None:
             settings[name] = value
-    around = {}  # the token before every text, and the one behind it
+    around: dict[str, list[Any]] = {}  # the token before every text, and the one behind it
     for part, default in (("bos", split.begins and "bos_token" in settings), ("eos", False)):
         key = f"tokenizer.ggml.add_{part}_token"
         around[part] = [settings.get(f"{part}_token")] if metadata.flag(key, default) else []
