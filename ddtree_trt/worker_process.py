@@ -193,6 +193,7 @@ def main() -> None:
             send(work(json.loads(line)))
         except MemoryError:
             os.abort()
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def limit(kind: int, most: int) -> None:

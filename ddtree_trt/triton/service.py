@@ -56,7 +56,7 @@ class Settings:
                 f"numbers; found {given}"
             )
         outputs = frozenset(output["name"] for output in model_config["output"])
-        return cls(LAYOUTS[layout], *map(int, numbers), outputs)  # type: ignore[index, call-arg, arg-type]
+        return cls(LAYOUTS[layout], *map(int, numbers), outputs)  # type: ignore[call-arg, arg-type]
 
 
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -71,20 +71,14 @@ class GrammarLimits:
 # text with a bound on its length takes some fifty units, and what is allowed of a tree as much for each of its levels.
 _TOKENS_OF_FUEL = 8
 _SMALLER = "make it smaller: shorter repetitions, fewer alternatives, bounds that are less far apart"
-# What the library says → what we do.
-_LIMIT_REACHED = {
-    "too many expressions": f"a step of it takes more than the {GrammarLimits.step_lexer_fuel} units of work that are "
-    f"allowed (step_lexer_fuel); {_SMALLER}",
-    "too many states": f"it has come to the {GrammarLimits.max_lexer_states} states that are allowed "
-    f"(max_lexer_states); {_SMALLER}",
-    **dict.fromkeys(
-        ("(grammar) too big", "precomputation failed", "fuel exhausted"),
-        f"compiling it takes more than the {GrammarLimits.initial_lexer_fuel} units of work that are allowed "
-        f"(initial_lexer_fuel); {_SMALLER}",
-    ),
-    "Current row has": f"there are more than 2000 ways to go on at one place (max_items_in_row); {_SMALLER}",
-    "Too many items": f"a step of it takes more than 50000 items of the parser (step_max_items); {_SMALLER}",
-    "symbols.len() < u16::MAX": "it has more than 65,000 symbols; make it smaller",
+# What the library says → the limit that was reached.
+_LIMITS = {
+    "too many expressions": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+    **dict.fromkeys(("(grammar) too big", "precomputation failed", "fuel exhausted"), "initial_lexer_fuel"),
+    "Current row has": "max_items_in_row",
+    "Too many items": "step_max_items",
+    "symbols.len() < u16::MAX": "symbols",
 }
 _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
@@ -156,13 +150,11 @@ class Matcher:
 
     def allowed_length(self, path: Sequence[int]) -> int:
         """How many tokens of the path may follow the output, one after the other."""
-        length = 0
-        if self._opening is not None:
-            state: int | None = self._place
-            while state != self._opening.size:
-                if length == len(path) or (state := self._opening.feed(state, path[length])) is None:
-                    return length
-                length += 1
+        length, place = 0, self._place
+        while self._opening is not None and place != self._opening.size:
+            if length == len(path) or (state := self._opening.feed(place, path[length])) is None:
+                return length
+            length, place = length + 1, state
         return length + (self._grammar.allowed_length(path[length:]) if length < len(path) else 0)
 
     def allows(self, token: int) -> bool:
@@ -235,8 +227,8 @@ def _check(state: LLMatcher) -> None:
 def reason_line(text: str) -> str:
     """The library's reason in one line, without the lines that quote what was given and point into it. Limits of ours
     are named, with what to do."""
-    if limit := next((limit for sign, limit in _LIMIT_REACHED.items() if sign in text), None):
-        return limit
+    if limit := next((limit for sign, limit in _LIMITS.items() if sign in text), None):
+        return f"it takes more work or room than is allowed ({limit}); {_SMALLER}"
     lines = text.partition("<backtrace>")[0].splitlines()
     marks = {place for place, line in enumerate(lines) if set(line.strip()) == {"^"}}  # they point into the line above
     said = (line for i, line in enumerate(lines) if not marks & {i, i + 1} and not _QUOTED.match(line))

@@ -63,7 +63,7 @@ def rendering(characters: int) -> Work:
 
     def render(request: Any) -> dict[str, Any]:
         try:
-            (text,), _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[request["messages"]],
                 chat_template=request["template"],
                 add_generation_prompt=True,
@@ -73,6 +73,7 @@ def rendering(characters: int) -> Work:
             raise
         except Exception as error:  # a template is a program and may raise anything
             return {"error": str(error)[:1000] or type(error).__name__}
+        text = rendered[0][0]
         if len(text) > characters:
             return {"error": f"its text has {len(text)} characters, more than the {characters} allowed"}
         return {"text": text}

@@ -179,7 +179,7 @@ class ParallelEngine:
         """Release the memory of all ranks and end their processes."""
         try:
             if self._failure is None:
-                self._workers.let_end()
+                self._workers.closing = True
                 self._call(TorchEngine.close)
                 self._workers.join()
         finally:

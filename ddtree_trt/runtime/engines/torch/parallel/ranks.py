@@ -171,7 +171,7 @@ class Workers:
                 'if __name__ == "__main__":'
             )
         self._size = 1 + len(configs)
-        self._closing = False
+        self.closing = False  # whether ranks that end were told to
         self._opening_s, self._deadline = opening_s, time.monotonic() + opening_s
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -213,7 +213,7 @@ class Workers:
 
     def lost(self) -> bool:
         """Whether a rank has ended that was not told to."""
-        return not self._closing and any(process.exitcode is not None for process in self.processes)
+        return not self.closing and any(process.exitcode is not None for process in self.processes)
 
     def find_failure(self, patience_s: float = _REPORT_S) -> str | None:
         """How ranks failed, as far as they say within that time; None where all still run."""
@@ -229,14 +229,10 @@ class Workers:
 
         def work() -> None:
             wait([process.sentinel for process in self.processes])
-            if not self._closing:
+            if not self.closing:
                 on_end()
 
         threading.Thread(target=work, name="ddtree-ranks", daemon=True).start()
-
-    def let_end(self) -> None:
-        """Ranks that end from now on were told to."""
-        self._closing = True
 
     def join(self) -> None:
         """Wait for the end of ranks that were told to, and end those that take too long."""
@@ -246,7 +242,7 @@ class Workers:
 
     def kill(self) -> None:
         """End all ranks now."""
-        self._closing = True
+        self.closing = True
         for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()
             process.join()
