@@ -175,7 +175,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
             raise fields.source.fault(problem)
         sizes["delta"] = _delta_net(fields, family, sizes["num_layers"])
     experts = _experts(fields, family) if family.experts else None
-    return TransformerDims(**sizes, **family.switches, rope_scaling=scaling, experts=experts)
+    return TransformerDims(**sizes | family.switches, rope_scaling=scaling, experts=experts)
 
 
 def _named(fields: Fields, family: Family, record: type, names: Mapping[str, str]) -> dict[str, Any]:
