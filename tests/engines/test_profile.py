@@ -165,6 +165,7 @@ def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatc
         clock[0] += {"draft": 0.5 * passes, "verify": 1.0 + 0.1 * (len(slots) * call.tokens - 1)}.get(verb, 0.0)
 
     engine.fail = spend
+    monkeypatch.setattr(engine, "unseen", lambda slot: waiting[0])
     profile = MEASURE(engine)
     assert profile.near.draft_s == pytest.approx(draft_s)
     assert profile.near.context_s == pytest.approx(0.01)

@@ -49,6 +49,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
             for slot in range(slots):
                 engine.truncate(slot, 0)
                 _fill(engine, slot, context)
+            unseen = max(1, sum(engine.unseen(slot) for slot in range(slots)))
             first_s = min(first_s, _round(engine, slots, context, 1, length)[0])  # a first draft takes in the prompt
         for sweep in range(SWEEPS):
             for tokens in tree_tokens if sweep == 0 else list(verify):
@@ -62,7 +63,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     finally:
         for slot in range(slots):
             engine.truncate(slot, 0)
-    context_s = max(0.0, first_s - passes * draft_s) / (slots * context)
+    context_s = max(0.0, first_s - passes * draft_s) / unseen
     return PassTimes(slots, context, draft_s, tuple(verify.items()), context_s)
 
 
@@ -135,7 +136,7 @@ class PassTimes:
     context: _Positive
     draft_s: _Seconds  # a draft, or each pass of a drafter that makes several
     verify: tuple[tuple[_Positive, Annotated[float, Between(1e-9, 3600)]], ...]  # by the tree tokens of every slot
-    context_s: _Seconds = 0.0  # what the first draft behind a prompt takes longer, for each of its tokens
+    context_s: _Seconds = 0.0  # what a draft takes longer for each token that the drafter has still to take in
 
     def verify_s(self, tokens: NDArray[Any]) -> NDArray[np.float64]:
         """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""

@@ -41,7 +41,7 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
 )
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.options import SPLIT, EngineOptions
 
 # How long ranks may take from their start until they have opened an engine, and what a slow disk reads of it meanwhile.
 OPENING_S, DISK_BYTES_PER_S = 600.0, 50e6
@@ -49,7 +49,7 @@ OPENING_S, DISK_BYTES_PER_S = 600.0, 50e6
 
 def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engine:
     """The engine of a directory whose digests were checked, over as many ranks as the options say."""
-    engine = TorchEngine if options.tensor_parallel_size == 1 else ParallelEngine
+    engine = TorchEngine if options.ranks == 1 else ParallelEngine
     return engine.open(directory, manifest, options)
 
 
@@ -92,7 +92,7 @@ class ParallelEngine:
         Raises UsageError for an engine that cannot be split so, too few GPUs, or a process that has a process group
         already, EngineError for ranks that fail or take too long, and what `TorchEngine.open` raises.
         """
-        size, threads = options.tensor_parallel_size, options.threads
+        size, threads = options.ranks, options.threads
         check_split(manifest, size)
         weight_bytes, devices = manifest.files[artifact.TORCH_WEIGHTS].size, _devices(size)
         if torch.distributed.is_initialized():
@@ -134,8 +134,8 @@ class ParallelEngine:
     def length(self, slot: int) -> int:
         return self._engine.length(slot)
 
-    def draftable_length(self, slot: int) -> int:
-        return self._engine.draftable_length(slot)
+    def draftable(self, slot: int, length: int) -> int:
+        return self._engine.draftable(slot, length)
 
     def unseen(self, slot: int) -> int:
         return self._engine.unseen(slot)
@@ -250,7 +250,7 @@ def _devices(size: int) -> list[torch.device]:
         return [first] * size
     count = torch.cuda.device_count()
     if count < size:
-        raise UsageError(f"tensor_parallel_size {size} needs as many GPUs, this process sees {count}; lower it")
+        raise UsageError(f"{SPLIT} {size} needs as many GPUs, this process sees {count}; lower it")
     others = [i for i in range(count) if i != first.index]
     return [first, *(torch.device("cuda", i) for i in others[: size - 1])]
 
