@@ -37,8 +37,11 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`.
-BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/libraries.py", "drafters/kind.py"}
+# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`, a process's work.
+BY_OTHER_TEXT = {
+    *("__init__.py", "artifact/backends.py", "device/libraries.py", "drafters/kind.py"),
+    "worker_process.py",
+}
 ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
 
 # A drafter kind's package has a half of each side; the rest of it is a leaf.
