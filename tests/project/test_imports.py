@@ -37,7 +37,7 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`, a process's work.
+# Where it is not in the call: public names, classes of backends, halves of drafters, a process's work.
 BY_OTHER_TEXT = {
     *("__init__.py", "artifact/backends.py", "device/libraries.py", "drafters/kind.py"),
     "worker_process.py",
