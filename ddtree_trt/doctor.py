@@ -133,9 +133,10 @@ def _checks(survey: Survey) -> Iterator[Check]:
 
     use = "compiling the CUDA kernels and the plugin library"
     yield Check("nvcc", survey.nvcc is not None, survey.nvcc or "not on PATH", use, _NVCC if gpus else None)
-    for name, where in ((library.PLUGINS, "tensorrt engines"), (library.TORCH, "the torch backend")):
-        use, found = f"tree attention and cache compaction in {where}", name in survey.libraries
-        yield Check(name, found, _library_detail(name, found), use, library.BUILD_HINT if gpus else None)
+    for library_name, where in ((library.PLUGINS, "tensorrt engines"), (library.TORCH, "the torch backend")):
+        use, found = f"tree attention and cache compaction in {where}", library_name in survey.libraries
+        detail = _library_detail(library_name, found)
+        yield Check(library_name, found, detail, use, library.BUILD_HINT if gpus else None)
     with suppress(ArtifactError):  # no engine
         yield _check_engine(newest_engine(), gpus)
 

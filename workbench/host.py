@@ -84,7 +84,8 @@ class ReadyEngine:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
-    draftable_length = length
+    def draftable(self, slot: int, length: int) -> int:
+        return length
 
     def unseen(self, slot: int) -> int:
         return 0

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ddtree_trt.drafters.dflash.dims import default_tap_layers
 
+from .loop import fast_dtype
+
 _MARK = "\N{LEFT BLACK LENTICULAR BRACKET}request\N{RIGHT BLACK LENTICULAR BRACKET}"
 
 
@@ -31,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Target:
-    """A model in bf16, its tokenizer and the layers whose outputs are tapped.
+    """A model, its tokenizer and the layers whose outputs are tapped.
 
     Letters: N sequences, S positions, K tapped layers, H hidden size, V vocabulary.
     """
@@ -141,7 +143,7 @@ def load_target(source: str, taps: int | tuple[int, ...], device: str = "cpu", t
     words = transformers.AutoTokenizer.from_pretrained(tokenizer or folder, **arguments)
     if arguments and hasattr(transformers, "GgufConfig"):  # newer ones keep the file's blocks unless asked
         arguments = {**arguments, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=fast_dtype(device), **arguments)
     model = model.to(device).eval()
     if isinstance(taps, int):
         taps = spread_taps(model.config.num_hidden_layers, taps)

@@ -17,7 +17,7 @@ from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import QWEN3, QWEN3_5
 from tools.train_drafter.drafter import plain_config, save
-from tools.train_drafter.loop import Log, Run, train
+from tools.train_drafter.loop import Log, Run, fast_dtype, train
 
 from .settings import EOS, PAD, TargetSettings
 from .tokenizer import TokenSet
@@ -155,7 +155,8 @@ def train_target(settings: TargetSettings, arrays: dict[str, Path], work: Path, 
 
     packaged = None
     if settings.imitated:
-        packaged = AutoModelForCausalLM.from_pretrained(PACKAGED / "target", dtype=torch.bfloat16).requires_grad_(False)
+        packaged = AutoModelForCausalLM.from_pretrained(PACKAGED / "target", dtype=fast_dtype("cpu"))
+        packaged.requires_grad_(False)
 
     def loss_of(model: Any, _: int) -> Tensor:
         if run.progress < settings.imitated:

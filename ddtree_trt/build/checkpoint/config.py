@@ -145,7 +145,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     places = (*map(fields.section, _ROPE_SECTIONS), fields)
     if (theta := stated("rope_theta", Annotated[float, ROPE_BASE], *places)) is not None:
         defaults["rope_theta"] = theta
-    kinds, sizes = get_type_hints(TransformerDims, include_extras=True), dict[str, Any]()
+    kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
     for field, name in family.names.items():
         default = {"default": defaults[name]} if name in defaults else {}
         sizes[field] = fields.value(name, kinds[field], **default)
@@ -175,8 +175,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
             raise fields.source.fault(problem)
         sizes["delta"] = _delta_net(fields, family, sizes["num_layers"])
     experts = _experts(fields, family) if family.experts else None
-    sizes |= {**family.switches, "rope_scaling": scaling, "experts": experts}
-    return TransformerDims(**sizes)
+    return TransformerDims(**sizes | family.switches, rope_scaling=scaling, experts=experts)
 
 
 def _named(fields: Fields, family: Family, record: type, names: Mapping[str, str]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def compaction_graph(
     if attention != "native":
         g: TensorRtGraph = PluginGraph("compaction", sink, floats)
         whole: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
-        for name, rows in ((names.SLOT_IDS, [1]), (names.PAST_LEN, [1]), (names.KEEP, [1, window])):
-            g.input(name, "int32", rows)
+        for name, extents in ((names.SLOT_IDS, [1]), (names.PAST_LEN, [1]), (names.KEEP, [1, window])):
+            g.input(name, "int32", extents)
         inputs = [g.input(names.PAST_CACHE, floats, whole), names.SLOT_IDS, names.PAST_LEN, names.KEEP]
         found = {"plugin_namespace": plugins.NAMESPACE, "plugin_version": plugins.VERSION}
         g.op(plugins.COMPACT, inputs, [names.PRESENT_CACHE], domain=plugins.NAMESPACE, **found)

@@ -19,41 +19,86 @@ from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork, SlotRows
 
 
+class _States:
+    """Tapped target states the drafter's cache does not hold yet."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.first = 0  # of the rows, cached or not, from which on none was left out
+        self._pieces: list[NDArray[np.float32]] = []  # [rows, M·H]
+
+    def add(self, states: NDArray[np.float32]) -> None:
+        self._pieces.append(states)
+        self.rows += len(states)
+
+    def cut(self, rows: int) -> None:
+        if rows < self.rows:
+            self._pieces = [np.concatenate(self._pieces)[:rows]] if rows else []
+            self.rows = rows
+
+    def leave_out(self, rows: int) -> None:
+        """Forget so many of the oldest."""
+        self.rows -= rows
+        while rows:
+            piece = self._pieces.pop(0)
+            if len(piece) > rows:
+                self._pieces.insert(0, piece[rows:])
+            rows = max(0, rows - len(piece))
+
+    def take(self) -> NDArray[np.float32]:
+        states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
+        self._pieces = []
+        self.rows = 0
+        return states
+
+
 class BlockDrafter(Drafter):
-    """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
+    """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token, or
+    where all layers have windows of those that they reach: the cache's rows before them are never written."""
 
     def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
         """`chunk`: most states of one pass."""
         self._network = network
         self._dims = dims
         self._chunk = chunk
-        # Of each slot pieces [rows, M·H] of tapped target states that the cache does not hold yet.
-        self._pending: list[list[NDArray[np.float32]]] = [[] for _ in range(network.cache.slots)]
+        self._pending = [_States() for _ in range(network.cache.slots)]
+        self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
     def context_length(self, slot: int) -> int:
-        return self._network.cache.lengths[slot] + self.unseen(slot)
+        return self._network.cache.lengths[slot] + self._pending[slot].rows
 
     def unseen(self, slot: int) -> int:
-        return sum(map(len, self._pending[slot]))
+        return self._pending[slot].rows
+
+    def draftable(self, slot: int, length: int) -> int:
+        known = super().draftable(slot, length)
+        reached = max(0, known - self._reach)
+        return reached if reached < self._pending[slot].first else known
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
-        self._pending[slot].append(states)
+        pending = self._pending[slot]
+        pending.add(states)
+        if self._reach and (unreached := pending.rows - self._reach) > 0:
+            pending.leave_out(unreached)
+            self._network.cache.append(slot, unreached)
+            pending.first = self._network.cache.lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
         cache = self._network.cache
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        if (rows := length - context) < self.unseen(slot):
-            self._pending[slot] = [np.concatenate(self._pending[slot])[:rows]] if rows else []
+        pending = self._pending[slot]
+        pending.cut(length - context)
+        pending.first = min(pending.first, length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""
         pieces = []
         for request in requests:
-            if not (waiting := self._pending[request.slot]):
+            if not self._pending[request.slot].rows:
                 raise EngineError(f"slot {request.slot} has no new target states to draft from")
-            states, self._pending[request.slot] = np.concatenate(waiting) if waiting[1:] else waiting[0], []
+            states = self._pending[request.slot].take()
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])
