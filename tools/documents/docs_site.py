@@ -32,23 +32,15 @@ _REQUIRED = re.compile(r"\{(\w+)\}")  # an argument in a usage line
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages, and the files that they link to."""
-    for path in sorted({*OUTSIDE, *_linked_files()}):
-        files.append(File.generated(config, str(_placed(path)), abs_src_path=str(ROOT / path)))
+    """Add the pages, and the files outside of docs/ that they link to and that are no pages."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OUTSIDE)]
+    links = [(page.parent, link) for page in pages for link in _LINK.findall(page.read_text(encoding="utf-8"))]
+    targets = {Path(os.path.normpath(folder / link)) for folder, link in links}
+    linked = {path.relative_to(ROOT).as_posix() for path in targets if path.is_file() and path.suffix != ".md"}
+    for name in sorted({*OUTSIDE, *(name for name in linked if not name.startswith("docs/"))}):
+        files.append(File.generated(config, str(_placed(name)), abs_src_path=str(ROOT / name)))
     files.append(File.generated(config, "reference/cli.md", content=command_line()))
     return files
-
-
-def _linked_files() -> set[str]:
-    """The files outside of docs/ that a page links to and that are no pages."""
-    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OUTSIDE)]
-    targets = {
-        os.path.normpath(page.parent / link)
-        for page in pages
-        for link in _LINK.findall(page.read_text(encoding="utf-8"))
-    }
-    found = {Path(target).relative_to(ROOT).as_posix() for target in targets if Path(target).is_file()}
-    return {name for name in found if not name.startswith("docs/") and not name.endswith(".md")}
 
 
 def _placed(path: str | PurePosixPath) -> PurePosixPath:
