@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import gc
 import json
 import logging
@@ -53,15 +52,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     store(tmp_path, a_profile())
     assert read_profile(tmp_path / PROFILE) == a_profile()
     assert [path.name for path in tmp_path.iterdir()] == [PROFILE]
-
-
-def test_it_is_not_written_while_another_process_writes_its_own(tmp_path: Path) -> None:
-    store(tmp_path, a_profile())
-    folder = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    store(tmp_path, replace(a_profile(), fingerprint="other"))
-    os.close(folder)
-    assert read_profile(tmp_path / PROFILE) == a_profile()
 
 
 def damaged(path: str, value: Any) -> str:

@@ -7,14 +7,12 @@ of another machine, engine or thread count is ignored and measured anew.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -217,19 +215,9 @@ def load_or_measure(directory: Path, engine: Engine, progress: Progress = no_pro
 
 
 def store(directory: Path, profile: Profile) -> None:
-    """Write the profile; where it cannot be written, a warning is logged, and where another process is writing its own,
-    that one stays."""
+    """Write the profile; where it cannot be written, a warning is logged."""
     try:
-        folder = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with suppress(OSError):  # a file system that locks no folders
-                try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return
-            write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
-        finally:
-            os.close(folder)
+        write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
     except OSError as error:
         _log.warning(
             "%s cannot be written (%s): latencies are measured at every start", directory / PROFILE, error.strerror

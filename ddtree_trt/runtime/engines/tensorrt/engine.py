@@ -211,7 +211,7 @@ class TrtEngine(SlotCalls):
     def close(self) -> None:
         """Release all memory; a second call does nothing. Raises EngineError for an error of CUDA."""
         self._last_passes.clear()
-        self.target.invalidate_outputs()
+        self.target.generation += 1  # later reads of the last pass's logits raise EngineError
         try:
             self.device.stop()
         finally:
