@@ -77,7 +77,7 @@ def truth(directory: Path) -> Truth:
 def states_in(engine: Engine, slot: int) -> list[np.ndarray]:
     """By delta-net layer: what the slot keeps, the state and then the convolution's last inputs."""
     if isinstance(engine, OrtEngine):
-        states = engine._target.cache.states
+        states = engine.target.cache.states
         return [] if states is None else list(states.values[:, slot])
     found = engine.target.cache.states
     parts = () if found is None else (found._states[:, slot], found._past[:, slot])

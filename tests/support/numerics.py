@@ -83,9 +83,7 @@ Measured = OrtEngine | TorchEngine | ParallelEngine | TrtEngine  # engines whose
 
 def drafter_of(engine: Measured) -> Any:
     """What the engine tells of committed tokens."""
-    if isinstance(engine, ParallelEngine):
-        return engine._engine.drafter  # rank 0's
-    return engine._drafter if isinstance(engine, OrtEngine) else engine.drafter
+    return engine._engine.drafter if isinstance(engine, ParallelEngine) else engine.drafter  # rank 0's
 
 
 def states_of(engine: Measured, states: Any, rows: int) -> Array:

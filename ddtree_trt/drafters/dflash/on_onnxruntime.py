@@ -37,13 +37,11 @@ class _States:
             self.rows = rows
 
     def leave_out(self, rows: int) -> None:
-        """Forget so many of the oldest."""
+        """Forget so many of the oldest, not all."""
         self.rows -= rows
-        while rows:
-            piece = self._pieces.pop(0)
-            if len(piece) > rows:
-                self._pieces.insert(0, piece[rows:])
-            rows = max(0, rows - len(piece))
+        while rows >= len(self._pieces[0]):
+            rows -= len(self._pieces.pop(0))
+        self._pieces[0] = self._pieces[0][rows:]
 
     def take(self) -> NDArray[np.float32]:
         states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)

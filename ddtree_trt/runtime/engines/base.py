@@ -184,7 +184,7 @@ class Engine(Protocol):
         knows them, or those of them that it will see behind `length` tokens."""
 
     def unseen(self, slot: int) -> int:
-        """Those of them that the drafter has still to take in, at its next draft."""
+        """Committed tokens that the drafter has still to take in, at its next draft."""
 
     def restorable(self, slot: int, length: int) -> int:
         """The most of the first `length` tokens that `truncate` can keep. A network whose layers have states comes back

@@ -22,12 +22,16 @@ from ddtree_trt.runtime.engines.passes import SlotLengths
 TAIL = 16  # most new rows of a slot in a pass that it shares
 
 
-class LanguageModel(Protocol):
-    """A network with the target's inputs and outputs, and the cache of its slots."""
+class Cached(Protocol):
+    """A network and the cache of its slots."""
 
     @property
     def cache(self) -> SlotLengths:
         """The number of committed rows of each slot."""
+
+
+class LanguageModel(Cached, Protocol):
+    """A network with the target's inputs and outputs."""
 
     def extend(self, chains: Sequence[VerifyRequest]) -> Sequence[NDArray[np.float32]]:
         """Commit the rows of chains behind those of distinct slots, in one pass: of each its last token's logits [V],
@@ -95,6 +99,25 @@ def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftReq
     for request in requests:
         check_up_to_date(drafter, target, request.slot)
     return drafter.draft(requests) if requests else []
+
+
+class SlotCalls:
+    """The calls of an engine that its target's cache and its drafter answer."""
+
+    target: Cached
+    drafter: Drafter
+
+    def length(self, slot: int) -> int:
+        return self.target.cache.lengths[slot]
+
+    def draftable(self, slot: int, length: int) -> int:
+        return self.drafter.draftable(slot, min(length, self.length(slot)))
+
+    def unseen(self, slot: int) -> int:
+        return self.drafter.unseen(slot)
+
+    def restorable(self, slot: int, length: int) -> int:
+        return self.target.cache.restorable(slot, length)
 
 
 def make_drafter(manifest: Manifest, *parts: Any) -> Drafter:

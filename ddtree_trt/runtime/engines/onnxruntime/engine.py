@@ -14,7 +14,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
@@ -30,9 +30,10 @@ class _LastPass:
     prompt_ends: bool  # with the last of the tokens
 
 
-class OrtEngine:
+class OrtEngine(SlotCalls):
     """The `Engine` protocol over two ONNX Runtime sessions."""
 
+    target: OrtLanguageModel
     rounds = None
     buckets = None
     mixes = True
@@ -44,8 +45,8 @@ class OrtEngine:
         threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
         self.threads = threads
         graph, taps = directory / artifact.TARGET_GRAPH, len(manifest.drafting.tap_layers)
-        self._target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
-        self._drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
+        self.target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
+        self.drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 
     @classmethod
@@ -53,21 +54,9 @@ class OrtEngine:
         """Load an engine directory whose digests were checked."""
         return cls(directory, manifest, options)
 
-    def length(self, slot: int) -> int:
-        return self._target.cache.lengths[slot]
-
-    def draftable(self, slot: int, length: int) -> int:
-        return self._drafter.draftable(slot, min(length, self.length(slot)))
-
-    def unseen(self, slot: int) -> int:
-        return self._drafter.unseen(slot)
-
-    def restorable(self, slot: int, length: int) -> int:
-        return self._target.cache.restorable(slot, length)
-
     def truncate(self, slot: int, length: int) -> None:
-        self._target.cache.truncate(slot, length)
-        self._drafter.truncate(slot, self.length(slot))
+        self.target.cache.truncate(slot, length)
+        self.drafter.truncate(slot, self.length(slot))
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
@@ -75,7 +64,7 @@ class OrtEngine:
         return verdict
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        outputs = self._target.extend_all(requests)
+        outputs = self.target.extend_all(requests)
         for request, output in zip(requests, outputs, strict=True):
             ends = request.rows == "last"
             self._last_passes[request.slot] = _LastPass(request.tree.token_ids, output.taps, ends)
@@ -84,15 +73,15 @@ class OrtEngine:
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         last = self._last_passes[slot]
         if taps:
-            check_up_to_date(self._drafter, self._target.cache, slot)
+            check_up_to_date(self.drafter, self.target.cache, slot)
             # A copy of a slice takes a fifth of one by indices, which is felt where a pass takes half a millisecond.
             kept = slice(len(path)) if path[-1] == len(path) - 1 else path
             taps_kept = None if last.taps is None else last.taps[kept].copy()
-            self._drafter.append_context(slot, last.token_ids[kept], taps_kept)
-        self._target.cache.compact(slot, path, prompt_ends=last.prompt_ends)
+            self.drafter.append_context(slot, last.token_ids[kept], taps_kept)
+        self.target.cache.compact(slot, path, prompt_ends=last.prompt_ends)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return draft_all(self._drafter, self._target.cache, requests)
+        return draft_all(self.drafter, self.target.cache, requests)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Does nothing: sessions are initialised when they are made."""
@@ -102,5 +91,5 @@ class OrtEngine:
 
     def close(self) -> None:
         self._last_passes.clear()
-        for network in ("_target", "_drafter"):
+        for network in ("target", "drafter"):
             vars(self).pop(network, None)

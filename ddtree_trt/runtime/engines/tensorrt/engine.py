@@ -25,7 +25,7 @@ from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
@@ -48,9 +48,10 @@ class _LastPass:
     prompt_ends: bool  # with the last of the tokens
 
 
-class TrtEngine:
+class TrtEngine(SlotCalls):
     """The `Engine` protocol over TensorRT or TensorRT for RTX. One thread calls it."""
 
+    target: TrtLanguageModel
     threads = 1
     rounds = None
     mixes = False
@@ -121,15 +122,6 @@ class TrtEngine:
     @property
     def waits(self) -> int:
         return self.device.waits
-
-    def length(self, slot: int) -> int:
-        return self.target.cache.lengths[slot]
-
-    def draftable(self, slot: int, length: int) -> int:
-        return self.drafter.draftable(slot, length)
-
-    def unseen(self, slot: int) -> int:
-        return self.drafter.unseen(slot)
 
     def restorable(self, slot: int, length: int) -> int:
         if self._states is None or length >= self.length(slot):

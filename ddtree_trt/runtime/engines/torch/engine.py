@@ -25,7 +25,7 @@ from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
@@ -47,9 +47,10 @@ from ddtree_trt.runtime.engines.torch.weights import (
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
 
-class TorchEngine:
+class TorchEngine(SlotCalls):
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
+    target: TargetPass
     mixes = False
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
@@ -125,18 +126,6 @@ class TorchEngine:
     def waits(self) -> int:
         """How often the host has waited for the device in `draft` and `verify`."""
         return self.target.waits + self.drafter.waits
-
-    def length(self, slot: int) -> int:
-        return self.target.cache.lengths[slot]
-
-    def draftable(self, slot: int, length: int) -> int:
-        return self.drafter.draftable(slot, length)
-
-    def unseen(self, slot: int) -> int:
-        return self.drafter.unseen(slot)
-
-    def restorable(self, slot: int, length: int) -> int:
-        return self.target.cache.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
         self._leave_rounds([slot])
