@@ -19,7 +19,7 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.measure import Request
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import LLAMA
 from workbench.__main__ import main as workbench_main
 from workbench.anchors import rate
@@ -70,8 +70,9 @@ def test_what_is_not_installed_is_named(tiny_engine: Path, monkeypatch: pytest.M
     for spec, file, package in (("tensorrt-llm", "trtllm", "tensorrt_llm"), ("llama-cpp=a", "llamacpp", "llama_cpp")):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"workbench.peers.{file}", raising=False)
-        with pytest.raises(DDTreeError, match=f"this needs the Python package {package}; "):
-            open_peer(spec, context(tiny_engine))
+        monkeypatch.setattr(sys, "argv", ["workbench", "peers", str(tiny_engine), "--peer", spec])
+        with pytest.raises(SystemExit, match=f"this needs the Python package {package}; "):
+            workbench_main()
 
 
 # llama.cpp, as its C interface is called; the library itself where it is installed.

@@ -100,7 +100,7 @@ def prompts_in(text: str) -> set[str]:
 
 def test_prompts_of_documents(llm: LLM) -> None:
     found = set().union(*(prompts_in(page.read_text(encoding="utf-8")) for page in PAGES))
-    assert len(found) > 5, "examples that are no longer understood do not pass by being none"
+    assert len(found) > 3, "examples that are no longer understood do not pass by being none"
     for prompt in sorted(found):
         asked: Any = prompt if "<|im_start|>" in prompt else [{"role": "user", "content": prompt}]
         output = llm.generate([asked], SamplingParams(max_tokens=512, tree_budget=32))[0]

@@ -147,13 +147,13 @@ class _Full:
 
 
 def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:
-    source = written(tmp_path, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5})
-    words = ("run-batch", tiny_engine, "-i", source, "-o", tmp_path / "out.jsonl")
-    assert cli(*words, "--reasoning-parser", "deepseek_r1")[0] == 0
+    question = [{"role": "user", "content": "There are 8 trays with 41 plates."}]
+    words = ("run-batch", tiny_engine, "-i", written(tmp_path, {"messages": question, "max_tokens": 5}))
+    assert cli(*words, "-o", tmp_path / "out.jsonl", "--reasoning-parser", "deepseek_r1")[0] == 0
     (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     message = row["response"]["body"]["choices"][0]["message"]
     assert message["reasoning_content"] and message["content"] is None
-    code, _, error = cli(*words, "--tool-parser", "x")
+    code, _, error = cli(*words, "-o", tmp_path / "other.jsonl", "--tool-parser", "x")
     assert code == 2 and error.startswith("error: tool_parser must be one of auto, none, hermes, ")
 
 
