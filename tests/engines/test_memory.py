@@ -245,7 +245,7 @@ def test_the_plan_of_a_quantised_target_is_what_its_graph_holds(tmp_path: Path) 
 
 def test_dry_run_checks_the_request() -> None:
     for args, words in (
-        (("--dry-run", "--max-batch", 0), "--max-batch must be 1 to 1024"),
+        (("--dry-run", "--max-batch", 0), "max_batch must be from 1 to 1024"),
         (("--dry-run", "--backend", "tensorrt", "--precision", "fp32"), "'fp32' is not available"),
         (("--json",), "--json is for --dry-run"),
     ):

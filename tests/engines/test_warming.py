@@ -22,7 +22,7 @@ def test_every_size_is_verified_then_a_chunk_then_drafts(engine: ScriptedEngine)
     make_single_passes(
         engine,
         [1, 2, 8],
-        lambda slot: drafted_from.append((slot, engine.draftable_length(slot))),
+        lambda slot: drafted_from.append((slot, engine.draftable(slot, 99))),
         lambda *report: reports.append(report),
         slots=2,
     )
@@ -31,14 +31,14 @@ def test_every_size_is_verified_then_a_chunk_then_drafts(engine: ScriptedEngine)
     found = [(*call.slots, call.verb, call.tokens) for call in engine.calls]
     assert found == [(slot, *made) for slot in (0, 1) for made in each]
     assert drafted_from == [(0, chunk), (1, chunk)]
-    assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in (0, 1))
+    assert not any(engine.length(slot) or engine.draftable(slot, 99) for slot in (0, 1))
     assert reports == [("warm up", done, 10) for done in range(1, 11)]
 
 
 def test_a_drafter_without_target_states_is_given_none(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        engine, "truncate", lambda slot, length: ends.append((engine.length(slot), engine.draftable_length(slot)))
+        engine, "truncate", lambda slot, length: ends.append((engine.length(slot), engine.draftable(slot, 99)))
     )
     make_single_passes(engine, [1], None, no_progress)
     assert ends == [(engine.manifest.limits.prefill_chunk, 0)]
@@ -53,4 +53,4 @@ def test_a_pass_that_fails_leaves_the_slot_empty(engine: ScriptedEngine, at: str
     engine.fail = fail
     with pytest.raises(RuntimeError, match="the device is lost"):
         make_single_passes(engine, [4, 1], lambda slot: fail(), no_progress)
-    assert engine.length(0) == engine.draftable_length(0) == 0
+    assert engine.length(0) == engine.draftable(0, 99) == 0

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import signal
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
 from serving import (
     LONG,
-    ProcessServer,
     ThreadServer,
     events_of,
     hold,
@@ -276,32 +273,3 @@ def test_a_dead_engine_shows_in_the_health(tiny_engine: Path) -> None:
         health = dying.http.get("/health")
         assert health.status_code == 503 and "scripted bug" in health.json()["error"]["message"]
         assert dying.chat().status_code == 500
-
-
-def test_connections_that_ask_nothing_never_lock_others_out(tiny_engine: Path) -> None:
-    with ProcessServer(tiny_engine, "--max-requests", "16", files=64 + 16 + 16) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        idle: list[socket.socket] = []
-        for crowd in (10, 40, 150):
-            server.process.send_signal(signal.SIGSTOP)  # so that they come at once
-            for _ in range(crowd):
-                idle.append(socket.create_connection((host, int(port)), WAIT_S))
-                idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: ")
-            server.process.send_signal(signal.SIGCONT)
-            assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
-        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=WAIT_S)
-        assert answer.status_code == 200
-        for connection in idle:
-            connection.close()
-        server.terminate()
-        assert server.wait() == (0, "")
-
-
-def test_too_few_file_descriptors_are_refused(tiny_engine: Path) -> None:
-    with ProcessServer(tiny_engine, "--max-requests", "16", files=95) as server:
-        code, error = server.wait()
-    assert (code, error) == (
-        2,
-        "error: 16 requests under way need 96 file descriptors, and this process may have 95; raise that (ulimit -n), "
-        "or lower --max-requests\n",
-    )

@@ -332,7 +332,7 @@ def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
 
     def record(self: Any, decision: Any, tree: Any, path: Any, **how: Any) -> None:
         observe(self, decision, tree, path, **how)
-        seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._latest[:3].copy()))
+        seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._recent[:3].copy()))
 
     def always(self: Any) -> Any:
         self._drafting = list(self._autos)
@@ -344,7 +344,7 @@ def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
     monkeypatch.setattr(policy.AutoBudget, "observe", record)
     monkeypatch.setattr(policy.RoundPlan, "ceilings", always)
     monkeypatch.setattr(policy.RoundPlan, "choose", lambda plan, trees: [
-        0 if t is None else (plan._autos[i].weigh(t, plan._deepest[i]), 15)[1] for i, t in enumerate(trees)
+        0 if t is None else (plan.weigh(i, t), 15)[1] for i, t in enumerate(trees)
     ])  # fmt: skip
     for where, llm in (("device", device), ("host", host)):
         seen[where] = []
