@@ -98,6 +98,16 @@ def test_top_k_keeps_so_many(top_k: int) -> None:
         assert sorted(drawn.candidates[drawn.probs > 0].tolist()) == best
 
 
+def test_tokens_observed_together_count_as_one_by_one() -> None:
+    """As a round on the device gives them, behind which the host may draw."""
+    for seed in range(20):
+        together, apart = (sampler(temperature=2.0, seed=seed, frequency_penalty=0.5) for _ in range(2))
+        together.observe([1, 2, 1])
+        for token in (1, 2, 1):
+            apart.observe([token])
+        assert together.choose(LOGITS) == apart.choose(LOGITS)
+
+
 # Their sums are exact in any order.
 WEIGHTS = st.lists(st.integers(0, 40).map(float) | st.integers(0, 30).map(lambda e: 2.0**-e), min_size=1, max_size=200)
 
