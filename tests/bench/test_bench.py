@@ -48,20 +48,6 @@ def test_cases_are_the_baselines_and_every_budget(changes: dict[str, Any], kind:
     assert [case.label for case in replace(SETTINGS, **changes).cases(kind)] == labels.split()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"methods": ("magic",)}, "method must be one of ddtree, "),
-        ({"budgets": (0,)}, "budget 0 draws no tree; use 1 or more, or auto"),
-        ({"budgets": ()}, "at least one of budgets"),
-        ({"device_rounds": "maybe"}, "device_rounds must be one of auto, on, off"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        replace(SETTINGS, **changes)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_case_runs_on_every_prompt_and_gives_the_text_of_ar(tiny_engine: Path, temperature: float) -> None:
     settings = replace(SETTINGS, repeats=2, temperature=temperature)
@@ -182,29 +168,17 @@ def test_figures_are_what_they_are_said_to_be() -> None:
     pooled = {row.case: row for row in report.summarize(RESULT.samples, pooled=True)}
     assert pooled["ar"].prompts == 4 and pooled["ar"].speedup.value == 1
 
-
-def test_repeats_count_as_their_median() -> None:
-    samples = [replace(sample("ar", "set/0", ms, (1,) * 20), repeat=i) for i, ms in enumerate((1.0, 9.0, 2.0))]
-    (row,) = report.summarize(samples)
-    assert row.prompts == 1 and row.tokens_per_s.value == pytest.approx(500)
-
-
-def test_the_text_has_a_table_of_each_set_and_what_belongs_to_it() -> None:
+    repeats = [replace(sample("ar", "set/0", ms, (1,) * 20), repeat=i) for i, ms in enumerate((1.0, 9.0, 2.0))]
+    (row,) = report.summarize(repeats)
+    assert row.prompts == 1 and row.tokens_per_s.value == pytest.approx(500), "their median counts"
     text = report.text(RESULT)
     assert "**set** (3 prompts)" in text and "**other** (1 prompts)" in text
     assert "500 [417, 750]" in text and "| hf:generate |" in text
-    assert "abacus" in text and "Do not trust times" in text
+    assert "Do not trust times" in text
     assert "Do not trust" not in report.text(replace(RESULT, environment={**RESULT.environment, "load_1min": 0.1}))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines[:4]}) == 1 and len({len(line) for line in lines[:4]}) == 1
 
 
-def test_a_picture_is_repeatable(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b"):
-        report.draw(RESULT, tmp_path / f"{name}.png")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    report.draw(made_up(sample("ar", "set/0", 1.0, (1,) * 20)), tmp_path / "c.svg")
-    assert (tmp_path / "c.svg").read_text().startswith("<?xml")
+def test_pictures_need_matplotlib(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, out, err = cli("bench", tmp_path, "--plot", tmp_path / "d.png")
     assert (code, out) == (1, "") and "pictures need matplotlib" in err and install_with("bench") in err
@@ -230,6 +204,7 @@ def test_a_run_is_shown_and_kept(tiny_engine: Path, tmp_path: Path, cli: Cli) ->
     ("args", "code", "message"),
     [
         (("--budgets", "4,many"), 2, "--budgets must be numbers and auto"),
+        (("--budgets", "0"), 2, "budget 0 draws no tree; use 1 or more, or auto"),
         (("--methods", "magic"), 2, "method must be one of"),
         (("--prompts", "absent.jsonl"), 2, "no prompts called 'absent.jsonl'"),
         (("--json", "FILE/r.json"), 2, "cannot write into"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -14,27 +13,12 @@ import pytest
 from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.errors import MissingDependency, UsageError
 from workbench import datasets as paper
-from workbench.datasets import PAPER_SETS, load_turns
+from workbench.datasets import load_turns
 
 REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-# One row of each dataset, with its columns as they are on the hub, and the user messages the paper made of it.
+# Of some datasets a row, with its columns as they are on the hub, and the user messages the paper made of it.
 ROWS: dict[str, tuple[dict[str, object], list[str]]] = {
     "gsm8k": ({"question": "2 {x}?", "answer": "4"}, ["2 {x}?" + REASONING]),
-    "math500": ({"problem": "$1+1$", "solution": "2"}, ["$1+1$" + REASONING]),
-    "aime24": ({"id": 1, "problem": "Find m."}, ["Find m." + REASONING]),
-    "aime25": ({"problem_idx": 1, "problem": "Find n."}, ["Find n." + REASONING]),
-    "humaneval": (
-        {"prompt": "def f():\n", "test": "…"},
-        [
-            "Write a solution to the following problem and make sure that it passes the tests:\n"
-            "```python\ndef f():\n\n```"
-        ],
-    ),
-    "mbpp": ({"prompt": "Write a sum.", "code": "…"}, ["Write a sum."]),
-    "swe-bench": (
-        {"problem_statement": "It breaks."},
-        ["Problem Statement:\nIt breaks.\nPlease fix the issue described above."],
-    ),
     "mt-bench": ({"prompt": ["First?", "And then?"], "category": "writing"}, ["First?", "And then?"]),
     "alpaca": ({"instruction": "Sort.", "input": "3 1", "output": "1 3"}, ["Sort.\n\nInput:\n3 1"]),
 }
@@ -102,40 +86,16 @@ def test_the_papers_prompts_are_made_of_a_row(tmp_path: Path, name: str) -> None
     assert (prompt.opening, prompt.follow_ups) == ([{"role": "user", "content": turns[0]}], tuple(turns[1:]))
 
 
-@pytest.mark.parametrize("starter", ["", "class Solution:\n    pass"])
-def test_livecodebench_asks_for_the_starter_code_or_for_any(tmp_path: Path, starter: str) -> None:
-    copy = write(tmp_path / "copy.jsonl", [{"question_content": "Add.", "starter_code": starter}])
-    ((text,),) = load_turns("livecodebench", copy)
-    assert text.startswith("You are an expert Python programmer.")
-    assert "\n\n### Question:\nAdd.\n\n### Format: " in text
-    assert f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n### Answer: " in text
-
-
 def test_samples_are_chosen_as_the_published_experiments_do(tmp_path: Path) -> None:
     """As `datasets` shuffles: its generator is NumPy's."""
-    assert set(PAPER_SETS) == {*ROWS, "livecodebench"}
     copy = write(tmp_path / "copy.jsonl", [{"problem": str(i)} for i in range(40)])
     chosen = [turns[0].removesuffix(REASONING) for turns in load_turns("aime24", copy)]
     assert chosen == [str(i) for i in np.random.default_rng(0).permutation(40)[:30]]
-    alone = write(tmp_path / "copy.jsonl", [{"instruction": "Sing.", "input": ""}])
-    assert load_turns("alpaca", alone) == [["Sing."]]
-    if importlib.util.find_spec("datasets"):
-        import datasets
-
-        rows = datasets.Dataset.from_dict({"i": list(range(40))}).shuffle(seed=0).select(range(30))["i"]
-        assert chosen == [str(i) for i in rows]
 
 
 def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text("{")
-    write(tmp_path / "other.jsonl", [{"text": "?"}])
-    for name, message in (
-        ("other", "is not gsm8k: it has no column 'question'"),
-        ("broken", "cannot read"),
-        ("absent", "no dataset file"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            load_turns("gsm8k", tmp_path / f"{name}.jsonl")
+    with pytest.raises(UsageError, match="is not gsm8k: it has no column 'question'"):
+        load_turns("gsm8k", write(tmp_path / "other.jsonl", [{"text": "?"}]))
 
 
 def test_without_the_datasets_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

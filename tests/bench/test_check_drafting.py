@@ -1,12 +1,10 @@
-"""Each cause of low acceptance, built into a pair, is what `ddtree-trt check` names; what it prints is in the page."""
+"""Each cause of low acceptance, built into a pair, is what `ddtree-trt check` names."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from contextlib import closing
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,6 @@ from ddtree_trt.check.findings import CAUSES, CheckReport, DraftingFinding, desc
 from ddtree_trt.check.run import answers, check_engine
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
-
-ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "ddtree_trt" / "assets" / "tiny"
 
 
 @pytest.fixture(autouse=True)
@@ -38,23 +33,10 @@ def checked(engine: Path, **changes: Any) -> CheckReport:
     return check_engine(CheckSettings(**{**values, **changes}))
 
 
-@cache
-def page() -> str:
-    """The part of the page on drafters that says why acceptance is low."""
-    text = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
-    return text.split("## Acceptance is low")[1].split("\n## ")[0]
-
-
-def said_by_the_page(line: str) -> bool:
-    """Whether the page has the line, its numbers aside."""
-    return re.sub(r"[\d.]+", "N", line.strip()) in re.sub(r"[\d.]+", "N", page())
-
-
 def faults_of(report: CheckReport) -> list[str]:
-    """What is found to be wrong; each is printed as the page says."""
+    """What is found to be wrong; each is printed."""
     for line in (*report.drafting.faults, *report.drafting.hints):
         assert any(line in printed for printed in describe(report))
-        assert said_by_the_page(line), line
     assert report.passed is (not report.drafting.faults)
     return report.drafting.faults
 
@@ -83,20 +65,12 @@ def test_a_window_that_is_ignored(tmp_path: Path, long_prompts: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_an_overflow_of_half_precision(
-    tmp_path: Path, long_prompts: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overflow_of_half_precision(tmp_path: Path, long_prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target: in fp16 engines block drafters are computed in bf16. PyTorch computes in halves on a CPU, too."""
     monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.check_device", lambda *_: None)
-    engine = build_majority(tmp_path, gain=100, backend="torch", precision=precision)
-    if precision == "fp32":
-        report = checked(engine, prompts=(long_prompts,), limit=2)
-        assert faults_of(report) == [] and report.drafting.agreement.by_context[0].accepted == 7
-    else:
-        with pytest.raises(EngineError, match=r"logits are not finite; .* with --precision bf16 or fp32") as error:
-            checked(engine, prompts=(long_prompts,), limit=2)
-        assert said_by_the_page(str(error.value))
+    engine = build_majority(tmp_path, gain=100, backend="torch", precision="fp16")
+    with pytest.raises(EngineError, match=r"logits are not finite; .* with --precision bf16 or fp32"):
+        checked(engine, prompts=(long_prompts,), limit=2)
 
 
 # What they are found by
@@ -133,10 +107,6 @@ def test_without_a_fault_the_usual_causes_are_named() -> None:
     assert found.passed
     assert dataclasses.replace(found, low=False).hints == []
     strange = dataclasses.replace(found, agreement=Agreement((8,) * 12, (0,) * 12, 15))
-    assert [said_by_the_page(hint) for hint in strange.hints] == [True]
-
-
-def test_a_target_that_overflows() -> None:
-    found = DraftingFinding(Agreement((8,) * 24, (0,) * 24, 15, broken_rows=24), {}, low=True)
-    assert [said_by_the_page(fault) for fault in found.faults] == [True]
-    assert not found.passed
+    assert strange.hints and not set(strange.hints) & set(found.hints)
+    overflows = dataclasses.replace(found, agreement=Agreement((8,) * 24, (0,) * 24, 15, broken_rows=24))
+    assert overflows.faults and not overflows.passed

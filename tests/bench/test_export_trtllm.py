@@ -14,7 +14,7 @@ from checkpoints import make_pair
 from typer.testing import CliRunner
 
 import ddtree_trt
-from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest, load_manifest
+from ddtree_trt.artifact.manifest import CheckpointIdentity, load_manifest
 from ddtree_trt.cli import app
 from ddtree_trt.errors import BuildError, UsageError
 from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, RECORD, RELEASE, export_pair
@@ -57,6 +57,7 @@ def test_the_command_writes_names_of_the_release(tiny_engine: Path, tmp_path: Pa
     assert NAMES["release"] == RELEASE
     assert set(written) <= set(NAMES["options"]) and set(speculative) <= set(NAMES["speculative"])
     assert speculative["decoding_type"] in NAMES["values"]["decoding_type"]
+    assert written["dtype"] == "auto", "an engine of 32 bits is served as its checkpoint is stored"
     assert plain == {name: value for name, value in written.items() if name != "speculative_config"}
     assert f"trtllm-serve {packaged_target(tiny_engine)} --config {CONFIG}" in (out / CONFIG).read_text()
 
@@ -82,10 +83,6 @@ def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path],
     assert '"chat_template_kwargs": {"enable_thinking": false}' in text
 
 
-def test_an_engine_of_32_bits_is_served_as_the_checkpoint_is_stored(tiny_engine: Path, tmp_path: Path) -> None:
-    assert export(tiny_engine, tmp_path / "out")["dtype"] == "auto"
-
-
 def test_a_local_checkpoint_must_be_given_and_be_the_same(
     changed: Callable[..., Path], tiny_engine: Path, tmp_path: Path
 ) -> None:
@@ -100,36 +97,21 @@ def test_a_local_checkpoint_must_be_given_and_be_the_same(
     assert json.loads((tmp_path / "out" / RECORD).read_text())["model"] == str(packaged_target(tiny_engine))
 
 
-def gguf(manifest: Manifest) -> dict[str, Any]:
-    return {"target": replace(manifest.target, name="llm/model.Q8_0.gguf")}
-
-
-def autoregressive(manifest: Manifest) -> dict[str, Any]:
-    return {"drafter_kind": "autoregressive", "drafter_dims": manifest.target_dims}
-
-
-def markov(manifest: Manifest) -> dict[str, Any]:
-    return {"drafter_dims": replace(manifest.drafting.dims, markov_rank=8)}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (gguf, r"model\.Q8_0\.gguf is a GGUF file"),
-        (autoregressive, "has an autoregressive drafter; exports are for DFlash drafters"),
-        (markov, r"has markov_rank, which DFlash of TensorRT-LLM 1\.4\.0rc1 is not known to compute"),
-    ],
-)
-def test_what_it_cannot_run_is_refused(
-    changed: Callable[..., Path],
-    tiny_engine: Path,
-    tmp_path: Path,
-    values: Callable[[Manifest], dict[str, Any]],
-    message: str,
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        export(changed(**values(load_manifest(tiny_engine))), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_what_it_cannot_run_is_refused(changed: Callable[..., Path], tiny_engine: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(tiny_engine)
+    markov = replace(manifest.drafting.dims, markov_rank=8)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"target": replace(manifest.target, name="llm/model.Q8_0.gguf")}, r"model\.Q8_0\.gguf is a GGUF file"),
+        (
+            {"drafter_kind": "autoregressive", "drafter_dims": manifest.target_dims},
+            "has an autoregressive drafter; exports are for DFlash drafters",
+        ),
+        ({"drafter_dims": markov}, r"has markov_rank, which DFlash of TensorRT-LLM 1\.4\.0rc1 is not known to compute"),
+    ]
+    for values, message in cases:
+        with pytest.raises(UsageError, match=message):
+            export(changed(**values), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_only_an_export_is_replaced_and_only_by_force(tiny_engine: Path, tmp_path: Path) -> None:

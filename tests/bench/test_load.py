@@ -19,7 +19,7 @@ from serving import ThreadServer, thread_server
 
 from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.__main__ import main as workbench_main
-from workbench.load import Level, LoadResult, LoadSettings, Run, Sent, figures, poisson_arrivals, run_load, text
+from workbench.load import Level, LoadResult, LoadSettings, Run, Sent, figures, poisson_arrivals, run_load
 
 SHORT: dict[str, Any] = {"requests": 6, "max_tokens": 12, "limit": 4}
 
@@ -91,43 +91,18 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     with scripted_server(answering(*ANSWER, hold=12)) as (url, _):
         (run,) = run_load(replace(ONE, rates=(200.0,), requests=12), url).runs
     assert len(run.answered) == 12
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "message"),
-    [
-        (400, b'{"error": {"message": "no such one"}}', "refused a request with method ar: HTTP 400: no such one"),
-        (200, b"data: {", "JSONDecodeError"),
-        (200, events({"error": {"message": "it broke"}}), "it broke"),
-        (200, events(), "ended without usage"),
-    ],
-)
-def test_a_server_that_cannot_be_measured(status: int, body: bytes, message: str) -> None:
-    with scripted_server(lambda _: (status, body)) as (url, _), pytest.raises(DDTreeError) as caught:
-        run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(DDTreeError, match=r"no model is served at .*; is it up\?"):
-        run_load(LoadSettings(concurrency=(1,)), url)  # it has ended
-
-
-def test_pauses_beside_long_prompts_are_told_in_chunks(server: ThreadServer) -> None:
-    settings = LoadSettings(concurrency=(2,), methods=("ar",), long=600, **SHORT)
-    before = server.figures()["vllm:prompt_tokens_total"]
-    result = run_load(settings, server.url)
-    (run,) = result.runs
-    assert server.figures()["vllm:prompt_tokens_total"] - before > 2 * 600, "alone, and beside the others"
-    assert run.chunk_s and 0 < run.longest_gap_s < run.seconds and len(run.answered) == 6
-    assert figures(run)["longest_gap_s"] == max(s.gap_s or 0 for s in run.sent)
-    assert f"{run.longest_gap_s / run.chunk_s:.1f} times a chunk" in text(result)
-    with pytest.raises(DDTreeError, match="refused a request with method ar: HTTP 400"):
-        run_load(replace(settings, long=1_000_000), server.url)
-
-
-def test_refused_requests_are_counted() -> None:
     with scripted_server(answering(*ANSWER, refuse_every=2)) as (url, _):
         (run,) = run_load(replace(ONE, concurrency=(3,), requests=6), url).runs
     assert len(run.answered) == 3 and run.errors == {"HTTP 429: come back later": 3}
-    assert run.tokens_per_s == 3 * 7 / run.seconds
+
+
+def test_a_server_that_cannot_be_measured() -> None:
+    for status, body, message in (
+        (400, b'{"error": {"message": "no such one"}}', "refused a request with method ar: HTTP 400: no such one"),
+        (200, events({"error": {"message": "it broke"}}), "it broke"),
+    ):
+        with scripted_server(lambda _, s=status, b=body: (s, b)) as (url, _), pytest.raises(DDTreeError, match=message):
+            run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
 
 
 def test_the_command_starts_a_server_of_its_own(
@@ -137,18 +112,14 @@ def test_the_command_starts_a_server_of_its_own(
     monkeypatch.setattr(sys, "argv", [*words.split(), "--json", str(tmp_path / "r.json")])
     with pytest.raises(SystemExit) as ended:
         workbench_main()
-    assert ended.value.code == 0
-    assert "| 1 concurrent " in capsys.readouterr().out
+    assert ended.value.code == 0 and "| 1 concurrent " in capsys.readouterr().out
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(r["level"]["concurrency"], r["method"], r["answered"]) for r in runs] == [
         (clients, method, 3) for clients in (1, 2) for method in ("default", "ar")
     ]
-
-
-@pytest.mark.parametrize("given", [{}, {"concurrency": (0,)}, {"rates": (1.0, 0.0)}])
-def test_a_load_of_nothing_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="give numbers of concurrent requests with --concurrency, or rates"):
-        run_load(LoadSettings(**given), "http://127.0.0.1:9")
+    for given in ({}, {"concurrency": (0,)}, {"rates": (1.0, 0.0)}):
+        with pytest.raises(UsageError, match="give numbers of concurrent requests with --concurrency, or rates"):
+            run_load(LoadSettings(**given), "http://127.0.0.1:9")  # type: ignore[arg-type]
 
 
 # Figures
@@ -173,17 +144,13 @@ def result() -> LoadResult:
 
 
 def test_arrivals_are_poisson() -> None:
-    rate, count = 5.0, 20_000
-    arrivals = poisson_arrivals(rate, count, 3)
+    arrivals = poisson_arrivals(5.0, 20_000, 3)
     gaps = np.diff(arrivals, prepend=0.0)
-    assert (gaps > 0).all() and gaps.mean() == pytest.approx(1 / rate, rel=0.03)
-    assert gaps.std() == pytest.approx(1 / rate, rel=0.05), "an exponential's deviation is its mean"
     for share in (0.1, 0.5, 0.9):  # quantiles of the exponential
-        assert np.quantile(gaps, share) == pytest.approx(-math.log(1 - share) / rate, rel=0.06)
+        assert np.quantile(gaps, share) == pytest.approx(-math.log(1 - share) / 5.0, rel=0.06)
     assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.03)
-    assert np.array_equal(arrivals, poisson_arrivals(rate, count, 3))
-    assert np.allclose(poisson_arrivals(2 * rate, count, 3), arrivals / 2)
-    assert not np.array_equal(arrivals, poisson_arrivals(rate, count, 4))
+    assert np.array_equal(arrivals, poisson_arrivals(5.0, 20_000, 3))
+    assert np.allclose(poisson_arrivals(10.0, 20_000, 3), arrivals / 2)
 
 
 def test_figures_of_a_run() -> None:
@@ -195,11 +162,3 @@ def test_figures_of_a_run() -> None:
     assert measured.latency("whole_s") == pytest.approx((0.065, 0.077, 0.0797))
     assert figures(measured)["requests_per_s"] == 4 and figures(measured)["first_token_s"][0] == pytest.approx(0.025)
     assert Run(Level(1), "ar", 1.0, (Sent(0.0, first_s=1.0, last_s=1.0, tokens=1),)).latency("per_token_s") is None
-
-
-def test_the_table() -> None:
-    shown = text(result())
-    head, _, first, *_ = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[:4])
-    line = dict(zip(head, first, strict=True))
-    assert (line["load"], line["over ar"], line["first token ms"]) == ("1 concurrent", "2.00×", "25 / 37 / 40")
-    assert line["answered"] == "4/5" and "| 2.5 requests/s " in shown and "1 × HTTP 429: the queue is full" in shown

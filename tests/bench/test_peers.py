@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from checkpoints import make_drafter, make_pair, make_target
@@ -20,14 +19,14 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.measure import Request
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import LLAMA
 from workbench.__main__ import main as workbench_main
+from workbench.anchors import rate
 from workbench.peers import compare, open_peer
-from workbench.peers.base import PeerContext, TokenClock
+from workbench.peers.base import PeerContext
 
 GREEDY = Request(max_tokens=8, temperature=0.0, seed=3, stop_token_ids=(1,))
-ANSWER = [5, 6, 7, 8, 9, 10, 11, 12]
 NOTHING: dict[str, str | None] = {}
 has_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python (extra [peers]) is not installed"
@@ -60,17 +59,6 @@ def test_transformers_gives_the_engines_tokens(
     assert "| hf:generate " in capsys.readouterr().out
 
 
-def test_assisted_generation_runs_with_an_assistant(tiny_engine: Path) -> None:
-    target, _ = context(tiny_engine).checkpoints()
-    peer = open_peer("hf", context(tiny_engine, assistant=str(target)))
-    assert peer.methods[-1] == "assisted"
-    outcomes = [peer.run(method, [5, 6, 7], GREEDY) for method in peer.methods]
-    assert len({o.token_ids for o in outcomes}) == 1
-    assisted = outcomes[-1]
-    assert max(assisted.acceptance_lengths or (assisted.first_tokens,)) > 1  # its own assistant is always right
-    peer.close()
-
-
 def test_a_peer_runs_the_engines_checkpoints_and_no_others(tiny_engine: Path, tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path)
     for option, path in (("checkpoint", target), ("drafter", drafter)):
@@ -78,75 +66,13 @@ def test_a_peer_runs_the_engines_checkpoints_and_no_others(tiny_engine: Path, tm
             context(tiny_engine, **{option: str(path)}).checkpoints()
 
 
-@pytest.mark.parametrize(
-    ("spec", "file", "package", "how"),
-    [
-        ("tensorrt-llm", "trtllm", "tensorrt_llm", r".\[trtllm\]"),
-        ("llama-cpp=a.gguf", "llamacpp", "llama_cpp", r".\[peers\]"),
-    ],
-)
-def test_what_is_not_installed_is_named(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, spec: str, file: str, package: str, how: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"workbench.peers.{file}", raising=False)
-    monkeypatch.setattr(sys, "argv", ["workbench", "peers", str(tiny_engine), "--peer", spec])
-    with pytest.raises(SystemExit, match=f"this needs the Python package {package}; .*{how}"):
-        workbench_main()
-
-
-def test_a_clock_counts_rounds_and_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 10.5, 10.6, 11.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = TokenClock()
-    for tokens in (3, 0, 2, 4):
-        clock.arrived(tokens)
-    outcome = clock.outcome(range(9))
-    assert (outcome.output_tokens, outcome.first_tokens, outcome.acceptance_lengths) == (9, 3, (2, 4))
-    assert [outcome.first_token_s, outcome.decode_s] == pytest.approx([0.5, 0.5])
-
-
-# TensorRT-LLM, as its LLM API is documented; the module is a double, an export's files are real.
-
-
-class FakeLLM:
-    made: ClassVar[list[dict[str, Any]]] = []
-
-    def __init__(self, **options: Any) -> None:
-        FakeLLM.made.append(options)
-
-    def generate_async(self, ids: list[int], params: Any, streaming: bool) -> Iterator[Any]:
-        assert streaming
-        for end in (1, 3, 6):
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(range(end)))])
-
-    def shutdown(self) -> None:
-        pass
-
-
-@pytest.fixture
-def tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What models were made with."""
-    record = SimpleNamespace
-    api = record(DFlashDecodingConfig=lambda **o: o, KvCacheConfig=lambda **o: o)
-    module = record(LLM=FakeLLM, SamplingParams=lambda **o: o, llmapi=api, __version__="9")
-    for name, double in (("tensorrt_llm", module), ("tensorrt_llm.llmapi", api)):
-        monkeypatch.setitem(sys.modules, name, double)
-    monkeypatch.delitem(sys.modules, "workbench.peers.trtllm", raising=False)
-    monkeypatch.setattr(FakeLLM, "made", [])
-    return FakeLLM.made
-
-
-def test_tensorrt_llm_runs_both_methods_cold(tiny_engine: Path, tensorrt_llm: list[dict[str, Any]]) -> None:
-    peer = open_peer("tensorrt-llm", context(tiny_engine))
-    assert peer.methods == ["ar", "dflash"]
-    plain, speculative = list(tensorrt_llm)
-    assert "speculative_config" not in plain
-    assert speculative["speculative_config"]["max_draft_len"] == load_manifest(tiny_engine).drafting.dims.draft_length
-    assert plain["kv_cache_config"]["enable_block_reuse"] is False and plain["max_batch_size"] == 1
-    outcome = peer.run("dflash", [1, 2], GREEDY)
-    assert (outcome.token_ids, outcome.acceptance_lengths) == (tuple(range(6)), (2, 3))
-    peer.close()
+def test_what_is_not_installed_is_named(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec, file, package in (("tensorrt-llm", "trtllm", "tensorrt_llm"), ("llama-cpp=a", "llamacpp", "llama_cpp")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"workbench.peers.{file}", raising=False)
+        monkeypatch.setattr(sys, "argv", ["workbench", "peers", str(tiny_engine), "--peer", spec])
+        with pytest.raises(SystemExit, match=f"this needs the Python package {package}; "):
+            workbench_main()
 
 
 # llama.cpp, as its C interface is called; the library itself where it is installed.
@@ -158,8 +84,7 @@ def llama_cpp(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    for name in ("a.gguf", "f32.gguf", "short.gguf", "wide.gguf", "broken.gguf"):
-        (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
     return fake
 
 
@@ -175,37 +100,9 @@ def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, 
     assert llama_cpp.shapes[0].n_threads == 2 and outcome.acceptance_lengths == (1,) * 7
     assert outcome.token_ids == tuple(answer[2:]) == peer.run(method, [3, 4], never).token_ids, "from an empty cache"
     assert peer.run(method, [3, 4], replace(GREEDY, stop_token_ids=(answer[4],))).token_ids == tuple(answer[2:5])
-    assert peer.describe()["features"] == "CPU : AVX2 = 1"
     sampled = [peer.run(method, [3], replace(never, temperature=9.0, seed=seed)).token_ids for seed in (1, 2, 1)]
     assert sampled[0] == sampled[2] != sampled[1]
-    almost = replace(never, temperature=0.01)
-    assert peer.run(method, [3, 4], almost).token_ids == outcome.token_ids
     peer.close()
-    assert llama_cpp.opened == []
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("short.gguf", r"vocabulary \(.*, 3\), the engine's target \(.*give the GGUF file of the same model"),
-        ("wide.gguf", "give the GGUF file of the same model"),
-        ("absent.gguf", r"absent\.gguf' is no file"),
-        ("broken.gguf", r"cannot load .*broken\.gguf"),
-    ],
-)
-def test_files_that_do_not_fit_are_refused(
-    tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp, name: str, message: str
-) -> None:
-    with pytest.raises(DDTreeError, match=message) as refused:
-        open_peer(f"llama-cpp={tmp_path / name}", context(tiny_engine))
-    assert isinstance(refused.value, UsageError) != (name == "broken.gguf")
-    assert llama_cpp.opened == []
-
-
-def test_two_peers_of_one_name_are_refused(tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp) -> None:
-    peers = [f"llama-cpp={tmp_path / name}" for name in ("f32.gguf", "a.gguf", "a.gguf")]
-    with pytest.raises(UsageError, match="two peers are called llama-cpp:Q8_0"):
-        compare(BenchSettings(engine=str(tiny_engine), methods=("ar",), limit=1, max_tokens=4), peers, NOTHING, None)
     assert llama_cpp.opened == []
 
 
@@ -225,3 +122,54 @@ def test_the_library_gives_the_engines_tokens(tmp_path: Path) -> None:
     outputs = {(s["case"], s["prompt"]): s["outcome"]["token_ids"] for s in samples}
     assert {case for case, _ in outputs} == {"ar", "dflash", "llama-cpp:F32"}
     assert all(tokens == outputs["ar", prompt] for (_, prompt), tokens in outputs.items())
+
+
+# Beside llama.cpp: what is timed, and that both do the same work
+
+
+@pytest.fixture
+def library(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
+    fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
+    return fake
+
+
+def test_sequences_are_timed_while_all_of_them_run() -> None:
+    """The second begins at 2 s and the first ends at 5 s: 3 and 4 tokens between."""
+    turn = [[1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 3.0, 4.0, 4.0, 6.0]]
+    assert rate([turn], whole=False) == 7 / 3
+    assert rate([turn, [[2.0]]], whole=True) == 12 / 8
+    with pytest.raises(UsageError, match="ended before the last one began"):
+        rate([[[1.0, 2.0], [2.0, 3.0]]], whole=False)
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *words: Any) -> Any:
+    monkeypatch.setattr(sys, "argv", ["workbench", "anchors", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        workbench_main()
+    return ended.value.code
+
+
+def test_the_command(
+    tiny_engine: Path, tmp_path: Path, library: FakeLlamaCpp, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(PeerContext, "checkpoints", lambda self: (tmp_path / "model.gguf", tmp_path))
+    words = "--pasts 40 --sequences 3 --turns 2 --tokens 40 --repeats 2".split()
+    assert run_command(monkeypatch, tiny_engine, *words, "--json", tmp_path / "r.json") == 0
+    shown = capsys.readouterr().out
+    assert "gave other tokens" not in shown and library.opened == []
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert list(kept["works"]) == ["past 40", "3 sequences", "chat of 2 turns"]
+    for name, work in kept["works"].items():
+        assert f"| {name} " in shown
+        assert {case: len(rates) for case, rates in work["tokens_per_s"].items()} == dict.fromkeys(
+            ("llama.cpp", "ar", "auto"), 2
+        )
+    assert [shape.n_seq_max for shape in library.shapes] == [1, 3, 1]
+    assert {shape.n_threads for shape in library.shapes} == {kept["environment"]["engine"]["threads"]}
+    assert library.passes[:40] == [40] + [1] * 39
+    refused = run_command(monkeypatch, tiny_engine, "--sequences", "999")
+    assert re.search("--sequences 999 is more than the engine's max_batch .* build it with --max-batch 999", refused)

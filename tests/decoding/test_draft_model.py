@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target
 from drafts import marginals
-from profiles import CHAINS, make_profile
+from profiles import CHAINS
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DraftRequest
-from ddtree_trt.runtime.engines.profile import Profile
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 
 PROMPT = [5, 9, 2, 40, 7]
@@ -105,44 +103,6 @@ def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> N
     assert draft(1) == fresh([*PROMPT, 30, 31, 32])
 
 
-def test_chat_turns_start_from_the_slot(smaller: LLM) -> None:
-    params = SamplingParams(method="draft-model", max_tokens=12, ignore_eos=True)
-    (prompt,) = prompts(1, 30)
-    (first,) = smaller.generate(prompt, params)
-    turn = [*prompt, *first.outputs[0].token_ids, 8, 9]
-    (second,) = smaller.generate(turn, params)
-    assert second.usage.cached_tokens == len(turn) - 3  # the answer's last token and the two new ones
-    (plain,) = smaller.generate(turn, SamplingParams(method="ar", max_tokens=12, ignore_eos=True))
-    assert second.outputs[0].token_ids == plain.outputs[0].token_ids
-
-
-def automatic(engine: Path, monkeypatch: pytest.MonkeyPatch, profile: Profile, count: int) -> list[RequestOutput]:
-    """One request after the other with chosen lengths, at given costs."""
-    monkeypatch.setattr(core, "load_or_measure", lambda *_: profile)
-    with LLM(engine) as llm:
-        params = SamplingParams(max_tokens=49, ignore_eos=True)
-        return [llm.generate(prompt, params)[0] for prompt in prompts(count)]
-
-
-def test_the_length_grows_with_a_drafter_that_is_right(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = automatic(same_engine, monkeypatch, CHAINS["small"], 6)
-    assert outputs[-1].metrics.mean_budget > 6
-    assert outputs[-1].metrics.mean_acceptance_length > 6
-
-
-def test_a_useless_drafter_falls_back_to_single_tokens(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the time that the rounds would have taken: answers of 49 tokens take at least 0.9 of the speed of `ar`."""
-    near = CHAINS["small"].near
-    verify_s, single_s = near.verify_s(np.arange(1, 18)), near.verify[0][1]
-    seconds = tokens = 0.0
-    for output in automatic(unlike, monkeypatch, CHAINS["small"], 20):
-        budgets = output.metrics.budgets
-        assert any(budgets), "every request has its own first draft"
-        seconds += sum(n * near.draft_s + float(verify_s[n]) for n in budgets)
-        tokens += sum(output.metrics.acceptance_lengths)
-    assert tokens * single_s >= 0.9 * seconds
-
-
 def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "load_or_measure", lambda *_: CHAINS["small"])
     params = SamplingParams(temperature=1, top_k=3, seed=5, max_tokens=60, ignore_eos=True)
@@ -153,8 +113,3 @@ def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monke
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     assert again.metrics.budgets == first.metrics.budgets
     assert any(first.metrics.budgets)
-
-
-def test_a_drafter_as_slow_as_its_target_is_not_asked(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (output,) = automatic(same_engine, monkeypatch, make_profile(1.0, 0.05, 0.05), 1)
-    assert not any(output.metrics.budgets)

@@ -97,17 +97,16 @@ def test_of_equals_the_lowest_id_is_drawn() -> None:
     for size in (3, 1024, 3000):
         logits = np.full(size, -1.0, np.float32)
         logits[size // 3 :: 5] = 7
-        for seed in range(20):
-            assert _native.draw_logits(logits, 1e-30, seed, 0) == size // 3
+        assert {_native.draw_logits(logits, 1e-30, seed, 0) for seed in range(20)} == {size // 3}
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 1023, 1024, 2999])
-def test_logits_that_are_not_finite_are_found_anywhere(bad: float, place: int) -> None:
-    logits = np.zeros(3000, np.float32)
-    logits[0] = 100  # wins long before
-    logits[place] = bad
-    assert _native.draw_logits(logits, 1.0, 1, 1) == -1
+def test_logits_that_are_not_finite_are_found_anywhere(place: int) -> None:
+    for bad in (np.nan, np.inf):
+        logits = np.zeros(3000, np.float32)
+        logits[0] = 100  # wins long before
+        logits[place] = bad
+        assert _native.draw_logits(logits, 1.0, 1, 1) == -1
 
 
 def test_arguments_are_checked() -> None:
@@ -117,10 +116,6 @@ def test_arguments_are_checked() -> None:
             _native.draw_logits(logits, temperature, 0, 0)
     with pytest.raises(TypeError, match="logits must have dtype float32"):
         _native.draw_logits(np.zeros(4), 1.0, 0, 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"ids must have shape \[n\] = \[4\], found \[3\]"):
-        _native.draw_weights(np.ones(4), 0, 0, np.arange(3, dtype=np.int32))
-    with pytest.raises(ValueError, match="n must not be negative"):
-        _native.gumbel(0, 0, -1)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -135,20 +130,6 @@ def test_draws_are_in_proportion(temperature: float) -> None:
             lambda place: _native.draw_weights(weights, *place),
         ):
             assert chi_square(Counter((draw(place),) for place in places), expected) > FALSE_ALARM
-
-
-def test_rounding_moves_a_draw_at_near_ties_only() -> None:
-    """Other than by inverting a running sum, where every rounding moves some draw to the neighbour in id order."""
-    rng, temperature, rounding, moved = np.random.default_rng(0), 1.0, 1e-4, 0
-    logits = rng.normal(0, 2, 3000).astype(np.float32)
-    for position in range(3000):
-        other = (logits + rng.uniform(-rounding, rounding, logits.shape)).astype(np.float32)
-        a, b = (_native.draw_logits(row, temperature, 9, position) for row in (logits, other))
-        if a != b:
-            moved += 1
-            values = logits + temperature * _native.gumbel(9, position, len(logits))
-            assert 0 <= values[a] - values[b] <= 2.1 * rounding
-    assert moved <= 10  # two best of a draw are nearer than 2 · rounding once in some thousand times
 
 
 # What a number is for

@@ -107,11 +107,3 @@ def test_a_wrong_output_is_found(shell: Shell, tmp_path: Path, block: str, found
     right = re.findall(r"192|one(?=\n```)|(?<=# )42", shown)[0]
     path.write_text(re.sub(rf"{right}(?=\n(?:…\n)?```)", found.removeprefix("Answer: "), shown))
     assert len(faults(shell, path, "run")) == 1
-
-
-def test_a_command_that_fails_is_found(shell: Shell) -> None:
-    path = Path("x.md")
-    path.write_text("```console\n$ ddtree-trt run engines/tiny --example 99\n```\n\n```sh\nconda install x\n```\n")
-    refused, foreign = faults(shell, path, "run")
-    assert "ended with 2" in refused and "--example must be from 1 to 8" in refused
-    assert "tests run no conda" in foreign

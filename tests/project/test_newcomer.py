@@ -15,7 +15,6 @@ from documents import Block, Shell, blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-CLIENT = "openai>=1.60"  # which the tutorial takes for granted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -94,7 +93,6 @@ def test_the_tutorial_in_a_checkout(newcomer: Newcomer) -> None:
     install, *lessons, uninstall = [block for block in blocks_of(TUTORIAL) if block.runnable]
     for command in commands(install):
         newcomer.run_command(command)
-    newcomer.run(newcomer.bin / "pip", "install", CLIENT)
     where = newcomer.run_python("import ddtree_trt; print(ddtree_trt.__file__)")
     assert where.startswith(str(newcomer.home)), "another checkout's package was met"
 

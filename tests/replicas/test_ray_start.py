@@ -16,7 +16,6 @@ from ray import serve
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.replicas import deployment, process
-from ddtree_trt.replicas.deployment import connected
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
 
@@ -72,14 +71,6 @@ def test_an_address_that_does_not_answer(
     monkeypatch.setattr(ray, "init", raises(AssertionError("asked")))
     code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
     assert code == 2 and error.startswith(f"error: no Ray cluster answers at RAY_ADDRESS={address}: ")
-
-
-def test_a_cluster_of_its_own_is_known_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
-    with connected() as started:
-        assert started and [(o["address"], o["include_dashboard"]) for o in given] == [("local", False)]
 
 
 def test_ray_serve_does_not_start(

@@ -255,17 +255,3 @@ def test_a_closed_event_loop_loses_its_requests_only(tiny_engine: Path) -> None:
         asyncio.run(asyncio.wait_for(llm.drain(), WAIT_S))
     finally:
         llm.shutdown()
-
-
-async def test_several_requests_are_read_as_they_come(llm: AsyncLLM) -> None:
-    params = [SamplingParams(max_tokens=64, ignore_eos=True), SamplingParams(max_tokens=4)]
-    singles = [(await complete(llm, p, s)).outputs[0].text for p, s in zip(PROMPTS, params, strict=False)]
-    texts, order, short_read = ["", ""], [], False
-    Passes(llm.engine).wait_until(lambda requests: short_read or llm.running + llm.waiting == 2)
-    submissions = [llm.submit(p, s) for p, s in zip(PROMPTS, params, strict=False)]
-    async for place, part in iterate_parts(submissions):
-        texts[place] += part.outputs[0].text
-        order.append(place)
-        short_read = short_read or (place == 1 and part.finished)
-    assert texts == singles
-    assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the short one did not wait for the long one"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,8 +19,6 @@ from ddtree_trt.runtime.metric_table import (
     GAUGES,
     HISTOGRAMS,
     POSITIONS,
-    SECONDS,
-    SECONDS_PER_TOKEN,
     MetricSpec,
 )
 from ddtree_trt.runtime.stats import AutomaticRounds, RequestMetrics, merge
@@ -116,25 +113,17 @@ def test_a_server_without_histograms_is_named() -> None:
         triton.Metrics(SimpleNamespace(COUNTER="counter", GAUGE="gauge"), {})
 
 
-def test_the_http_server_publishes_the_table(http: dict[str, core.Metric]) -> None:
+def test_both_publish_the_table(http: dict[str, core.Metric], families: dict[str, Family]) -> None:
     rows = {name: (row.text, kind) for name, (row, kind) in KINDS.items() if row.http}
-    assert len(KINDS) == len((*COUNTERS, *POSITIONS, *HISTOGRAMS, *GAUGES)), "every row has a name of its own"
     assert {n: (f.documentation, f.type) for n, f in http.items() if n not in HTTP_ALONE} == rows
     labels = {"model_name": "a model", "engine": "0"}
     assert all(labels.items() <= s.labels.items() for family in http.values() for s in family.samples)
-
-
-def test_triton_publishes_the_table(families: dict[str, Family]) -> None:
     rows = {name: (row.text, kind) for name, (row, kind) in KINDS.items() if row.triton}
     assert {n: (f.text, f.kind) for n, f in families.items() if n not in TRITON_ALONE} == rows
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, (row, kind) in KINDS.items() if row.http and row.triton and kind != "histogram"]
-)
-def test_both_publish_the_same_value(name: str, http: dict[str, core.Metric], families: dict[str, Family]) -> None:
-    (sample,) = (s for s in http[name].samples if s.name == name)
-    assert sample.value == families[name].value > 0
+    for name, (row, kind) in KINDS.items():
+        if row.http and row.triton and kind != "histogram":
+            (sample,) = (s for s in http[name].samples if s.name == name)
+            assert sample.value == families[name].value > 0
 
 
 def test_values(http: dict[str, core.Metric]) -> None:
@@ -191,14 +180,7 @@ def test_reasons_of_budgets_are_summed_and_copied() -> None:
     assert alone.acceptance_lengths == [3, 1] and part.acceptance_lengths == [3, 1, 1]
     assert alone._history is part._history, "a part copies no list that grows with the rounds"
     assert whole.acceptance_lengths == [3, 1, 2, 1, 1] and whole.budgets == [8, 0, 8, 8, 0]
-    assert part.automatic.expected_gain == pytest.approx(Decision(8, 2.5, 0.008, 0.005).expected_gain)
     assert AutomaticRounds.total([]).expected_gain is None
-
-
-@pytest.mark.parametrize("bounds", [SECONDS, SECONDS_PER_TOKEN])
-def test_bounds_are_close_enough_for_percentiles(bounds: tuple[float, ...]) -> None:
-    assert all(low < high <= 1.7 * low for low, high in pairwise(bounds))
-    assert bounds[0] <= 0.001 and bounds[-1] >= 7.5
 
 
 @pytest.mark.parametrize(

@@ -70,22 +70,17 @@ def test_numbers_are_held_to_their_bounds(row: Parameter, data: st.DataObject) -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n": 0}, "n must be an integer from 1 to 64, not 0"),
     ({"min_tokens": 6, "max_tokens": 5}, r"min_tokens (6) is above max_tokens (5)"),
     ({"temperature": 1e-320}, "temperature must be 0, for greedy decoding, or from 1e-30 to 100"),
     ({"top_p": 0}, "top_p must be above 0 and at most 1; for greedy decoding set temperature=0"),
-    ({"repetition_penalty": 1e-38}, "repetition_penalty must be a number from 0.01 to 100, not 1e-38"),
     ({"stop": ["a", ""]}, "stop[1] must be a text that is not empty, not ''"),
     ({"stop": ["a", "\ud800"]}, "stop[1] must be valid Unicode (character 0 is half of a surrogate pair)"),
-    ({"stop": np.array(1.0)}, "stop must be one value or a list"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be an integer from 0"),
     ({"logit_bias": {"x": 1}}, "logit_bias: a key must be an integer from 0"),
     ({"logit_bias": {5: 101}}, "logit_bias[5] must be a number from -100 to 100, not 101"),
     (
         {"method": "magic"},
         "method must be auto or one of ddtree, dflash, ar, dflash-sample, draft-model, eagle, not 'magic'",
     ),
-    ({"tree_budget": "16"}, 'tree_budget must be "auto" or an integer at least 0'),
     ({"method": "ar", "tree_budget": 4}, "method 'ar' drafts nothing: tree_budget 4 cannot be honoured"),
     ({"structured": "[]"}, "structured must be a StructuredOutput or an object of its fields, not []"),
 ]
@@ -100,13 +95,10 @@ def test_what_a_refusal_says(values: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        *[({"stop": "x"}, ("x",)), ({"stop": {"x": 1, "y": 2}.keys()}, ("x", "y")), ({"stop": None}, ())],
-        *[
-            ({"stop_token_ids": 5}, (5,)),
-            ({"stop_token_ids": [np.int64(5), 6]}, (5, 6)),
-            ({"stop_token_ids": None}, ()),
-        ],
-        *[({"logit_bias": {"5": np.float32(2), np.int64(6): 1}}, {5: 2.0, 6: 1.0}), ({"tree_budget": "auto"}, "auto")],
+        ({"stop": "x"}, ("x",)),
+        ({"stop": {"x": 1, "y": 2}.keys()}, ("x", "y")),
+        ({"stop_token_ids": [np.int64(5), 6]}, (5, 6)),
+        ({"logit_bias": {"5": np.float32(2), np.int64(6): 1}}, {5: 2.0, 6: 1.0}),
         *(({"method": method}, method) for method in METHODS),
     ],
     ids=str,
@@ -172,32 +164,11 @@ def test_bodies_have_the_fields(endpoint: Any) -> None:
     assert PARAMETERS["logprobs"].http_name("chat") == "top_logprobs"
 
 
-# As TensorRT-LLM's model declares them: the data type, the dimension, and the field it sets.
-TENSORS = {
-    "max_tokens": ("INT32", 1, "max_tokens"),
-    "min_tokens": ("INT32", 1, "min_tokens"),
-    "min_length": ("INT32", 1, "min_tokens"),
-    "stop_words": ("STRING", -1, "stop"),
-    "temperature": ("FP32", 1, "temperature"),
-    "top_k": ("INT32", 1, "top_k"),
-    "top_p": ("FP32", 1, "top_p"),
-    "seed": ("UINT64", 1, "seed"),
-    "repetition_penalty": ("FP32", 1, "repetition_penalty"),
-    "presence_penalty": ("FP32", 1, "presence_penalty"),
-    "frequency_penalty": ("FP32", 1, "frequency_penalty"),
-    "num_return_sequences": ("INT32", 1, "n"),
-    "num_draft_tokens": ("INT32", 1, "tree_budget"),
-}
-
-
 def test_tensors_are_those_of_the_table() -> None:
     rows = [row for row in TRTLLM.inputs.values() if row.field is not None]
-    found = {row.name: (row.dtype, *row.dims, row.field) for row in rows}
-    assert {name: found[name] for name in TENSORS} == TENSORS
     assert {tensor: row.name for row in PARAMETERS.values() for tensor in row.tensors} == {
         row.name: row.field for row in rows
     }
-    assert [row.name for row in rows if row.bare] == ["num_return_sequences"]
     assert not [row for row in VLLM.inputs.values() if row.field], "its parameters come in sampling_parameters"
 
 
@@ -211,14 +182,11 @@ def test_options_are_handed_over_under_the_names_of_the_fields() -> None:
         seen.append({**sampling, "loud": loud})
 
     given = "--max-tokens 5 --temperature 0.5 --stop a --stop b --ignore-eos --method ar --tree-budget auto --loud"
-    assert CliRunner().invoke(cli, given.split()).exit_code == 0
-    assert CliRunner().invoke(cli, ["--tree-budget", "16"]).exit_code == 0
-    assert CliRunner().invoke(cli, []).exit_code == 0
+    for words in (given, "--tree-budget 16", ""):
+        assert CliRunner().invoke(cli, words.split()).exit_code == 0
+    expected = {"max_tokens": 5, "temperature": 0.5, "stop": ["a", "b"], "ignore_eos": True, "method": "ar"}
     assert seen == [
-        {
-            **{"max_tokens": 5, "temperature": 0.5, "stop": ["a", "b"], "ignore_eos": True},
-            **{"method": "ar", "tree_budget": "auto", "loud": True},
-        },
+        {**expected, "tree_budget": "auto", "loud": True},
         {"tree_budget": 16, "loud": False},
         {"loud": False},
     ]
@@ -230,5 +198,3 @@ def test_options_are_handed_over_under_the_names_of_the_fields() -> None:
 def test_the_documents_table_is_made_of_it() -> None:
     text = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
     assert tool.with_table(text) == text, "run make docs"
-    with pytest.raises(SystemExit, match="lacks the lines"):
-        tool.with_table("no table")

@@ -41,9 +41,8 @@ def test_many_token_ids_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyP
         patch.setattr(text, "as_integer", None)
         ids = CODEC.encode(prompt)
     assert ids == prompt and ids is not prompt, "the caller may change its own"
-    assert CODEC.encode([]) == []
-    with pytest.raises(UsageError, match="whose item 1 is True"):
-        CODEC.encode([7, True])
+    tokens: list[Any] = [np.int64(5), np.uint16(6), 7]
+    assert CODEC.encode(tokens) == [5, 6, 7] and all(type(token) is int for token in CODEC.encode(tokens))
 
 
 FOUR = CODEC.encode("one two three four")
@@ -224,14 +223,6 @@ def test_text_is_held_back_only_while_a_stop_string_may_follow() -> None:
     assert shown[0] == 0
 
 
-def test_the_engines_capacity_ends_a_sequence() -> None:
-    script = CODEC.encode("a b c d e f g h i j k l m n o p")
-    for accepted in ([0], [7]):
-        output, _, metrics = say(script, SamplingParams(max_tokens=100), accepted, max_seq_len=9, prefill_chunk=9)
-        assert (len(output.token_ids), output.finish_reason) == (8, "length")
-        assert metrics.prompt_tokens + metrics.output_tokens == 9
-
-
 def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_back() -> None:
     script = CODEC.encode("1 2 3 4 5 6 7 8 9")
     output, _, metrics = say(script, SamplingParams(max_tokens=50, stop=("4 5",)), [3])
@@ -245,20 +236,13 @@ def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_bac
     ("prompt", "text"),
     [
         (b"abc", "not bytes"),
-        (5, "not int"),
         (None, "not NoneType"),
-        (0.5, "not float"),
         ("a\ud800", "the prompt must be valid Unicode .character 1 is half of a surrogate pair"),
         ([1, 2.0], "item 1 is 2.0"),
-        ([None], "item 0 is None"),
-        (["a"], "item 0 is 'a'"),
+        ([7, True], "item 1 is True"),
         ([{"role": "user", "content": "x"}, "y"], "item 0 is {'role'"),
         ([{"role": "user", "content": "a\udfff"}], "content of message 0 must be valid Unicode"),
-        ([{"role": "\ud800", "content": "a"}], "role of message 0 must be valid Unicode"),
-        ([{"role": None, "content": "a"}], "needs a role and a content"),
         ([1, "a"], "a prompt is text, a list of token ids, or a list of chat messages .* item 1 is 'a'"),
-        ([True, 1], "a prompt is text, a list of token ids"),
-        ([{"role": "user"}], "needs a role and a content"),
         ([{"role": "user", "content": 5}], "needs a role and a content"),
     ],
     ids=str,
@@ -266,12 +250,6 @@ def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_bac
 def test_what_is_no_prompt_is_refused(prompt: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         CODEC.encode(prompt)
-
-
-def test_the_numbers_of_other_libraries_are_token_ids() -> None:
-    tokens: list[Any] = [np.int64(5), np.uint16(6), 7]
-    assert CODEC.encode(tokens) == [5, 6, 7]
-    assert all(type(token) is int for token in CODEC.encode(tokens))
 
 
 @pytest.mark.parametrize("prompts", [None, 5, 0.5, b"x", {"role": "user", "content": "x"}, {"a"}], ids=str)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from axe_core_python import selenium as axe
@@ -19,12 +19,9 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from serving import ThreadServer
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.artifact.examples import required_examples
 from ddtree_trt.runtime.stats import STAGES
 
 QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
-# Whether the end of what scrolls is in view.
-AT_ITS_END = "const e = arguments[0]; return e.scrollHeight - e.scrollTop - e.clientHeight < 2"
 
 
 @pytest.fixture(scope="module")
@@ -66,101 +63,6 @@ def test_a_message_is_answered_beside_ar_and_its_rounds_are_drawn(page: Page, ti
     text = page.browser.find_element(By.TAG_NAME, "body").text
     assert not [stage for stage in STAGES if "_" in stage and stage in text] and "verify" not in text
     assert page.errors == []
-
-
-def test_both_runs_of_a_comparison_read_the_whole_prompt(page: Page, server: ThreadServer) -> None:
-    before = server.figures()
-    page.send(QUESTION)
-    after = server.figures()
-    read, cached = ("vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total")
-    assert after[cached] == before[cached]
-    page.find("clear").click()
-    page.find("beside").click()
-    page.send(QUESTION)
-    alone = server.figures()
-    assert after[read] - before[read] == 2 * (alone[read] - after[read])
-    assert alone[cached] > after[cached]  # without a comparison the cache helps
-
-
-def test_rounds_are_played(page: Page) -> None:
-    page.find("beside").click()
-    page.choose("budget", "16")
-    page.find("tokens").clear()
-    page.find("tokens").send_keys("20")  # few rounds
-    page.send(QUESTION)
-    page.browser.execute_script(
-        "window.seen = []; new MutationObserver(() => window.seen.push(document.getElementById('place').textContent))"
-        ".observe(document.getElementById('place'), {childList: true})"
-    )
-    page.find("play").click()
-    assert page.find("play").text == "Pause"
-    page.wait(lambda: page.find("play").text == "Play")
-    count = int(page.find("round").get_attribute("max"))
-    seen = page.browser.execute_script("return window.seen")
-    assert [place.split(",")[0] for place in seen] == [f"{n} of {count}" for n in range(1, count + 1)]
-    page.find("play").click()
-    page.find("play").click()
-    assert (page.find("play").text, page.find("place").text.split()[0]) == ("Play", "1")
-
-
-def test_an_example_is_answered(page: Page, tiny_engine: Path) -> None:
-    examples = required_examples(tiny_engine)
-    assert examples.knows and examples.knows in page.find("knows").text
-    buttons = page.find("examples").find_elements(By.TAG_NAME, "button")
-    assert [button.get_attribute("textContent") for button in buttons] == list(examples.prompts)
-    page.browser.execute_script("arguments[0].click()", buttons[1])
-    page.wait(lambda: page.answers.get("ar"))
-    page.wait(lambda: page.idle)
-    assert page.browser.find_element(By.CSS_SELECTOR, ".said").text == examples.prompts[1]
-    assert not page.find("start").is_displayed()
-    page.find("clear").click()
-    assert page.find("start").is_displayed() and not page.find("rounds").is_displayed()
-
-
-@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)])
-def test_box_and_tree_are_in_view_while_the_text_grows(
-    page: Page, server: ThreadServer, tiny_engine: Path, width: int, height: int
-) -> None:
-    page.open("settings")
-    page.size(width, height)
-    for _ in range(2):  # text for more than one window
-        page.send(required_examples(tiny_engine).prompts[5])
-    page.send_and_wait_in_the_middle(QUESTION, server.passes, "ddtree")
-    page.wait(lambda: page.find("rounds").is_displayed())
-    page.wait(lambda: page.browser.execute_script(AT_ITS_END, page.find("turns")))
-    talk, tree, drawing, form = (page.box(name) for name in ("talk", "rounds", "drawing", "form"))
-    text = page.browser.find_element(By.CSS_SELECTOR, ".turn:last-child .text > :last-child")
-    bottom = page.browser.execute_script("return arguments[0].getBoundingClientRect().bottom", text)
-    server.passes.release()
-    page.wait(lambda: page.idle)
-    assert talk.top < bottom <= talk.bottom
-    assert form.bottom <= height and drawing.bottom <= height
-    if width < 600:
-        assert 0 <= tree.top - talk.bottom < 20 and 0 <= form.top - tree.bottom < 20
-    else:
-        assert 0 <= tree.left - talk.right < 20 and tree.top == talk.top and 0 <= form.top - talk.bottom < 20
-    assert page.browser.execute_script("return document.documentElement.scrollHeight") <= height
-
-
-def test_everything_can_be_done_with_keys(page: Page) -> None:
-    page.open("settings")
-    page.find("message").click()
-    visited = []
-    for place in range(11):
-        if place == 3:
-            page.find("settings").find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
-        visited.append(page.browser.switch_to.active_element.get_attribute("id"))
-        page.browser.switch_to.active_element.send_keys(Keys.TAB)
-    assert [name for name in visited if name] == [
-        "message", "send", "method", "budget", "temperature", "tokens", "seed", "beside", "formatted",
-    ]  # fmt: skip
-    page.find("beside").send_keys(Keys.SPACE)
-    page.send(QUESTION)
-    assert list(page.answers) == ["ddtree"]
-    page.find("as-text").find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
-    assert "accepted" in page.find("list").text
-    page.find("play").send_keys(Keys.ENTER)
-    assert page.find("play").text == "Pause"
 
 
 def test_escape_stops_an_answer(page: Page, server: ThreadServer) -> None:
@@ -214,11 +116,8 @@ RENDERED = [
         "<p>a <strong>b</strong> <em>c</em> <strong><em>d</em></strong> <code>e*f*</code></p>",
     ),
     ("6 * 3 * 2\nsnake_case __init__", "<p>6 * 3 * 2\nsnake_case __init__</p>"),
-    ("# A\nb\n\n---\nc", "<h4>A</h4><p>b</p><hr><p>c</p>"),
     ("- a\n- b\n  - c\n\nd", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li></ul><p>d</p>"),
     ("3. a\n   still\n4. b", '<ol start="3"><li><p>a\nstill</p></li><li><p>b</p></li></ol>'),
-    ("1. a\n- b", '<ol start="1"><li><p>a</p></li></ol><ul><li><p>b</p></li></ul>'),
-    ("> a\n> - b", "<blockquote><p>a</p><ul><li><p>b</p></li></ul></blockquote>"),
     ("```python\nif *x*:\n    # y\n```\nz", "<pre><code>if *x*:\n    # y\n</code></pre><p>z</p>"),
     ("```\nopen", "<pre><code>open\n</code></pre>"),  # while the answer grows
     ("[a](https://b.c)", '<p><a href="https://b.c" target="_blank" rel="noopener noreferrer">a</a></p>'),
@@ -296,15 +195,6 @@ def open_browser(directory: Path) -> Iterator[Any]:
         driver.quit()
 
 
-class Box(NamedTuple):
-    """Where an element is in the window, in CSS pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-
 class Page:
     """The page, as one who uses it sees it."""
 
@@ -360,10 +250,6 @@ class Page:
     def size(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def box(self, name: str) -> Box:
-        rect = self.browser.execute_script("return arguments[0].getBoundingClientRect()", self.find(name))
-        return Box(rect["left"], rect["top"], rect["right"], rect["bottom"])
 
     def round_shown(self) -> str:
         """The caption, which agrees with the drawing."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,31 +127,6 @@ def test_a_reader_that_takes_nothing_is_cut_off(tiny_engine: Path) -> None:
         wait_for(lambda: server.ended() == 2)
         wait_for(lambda: server.idle)
         assert b"[DONE]" not in read_all(connection)
-
-
-def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer) -> None:
-    rng = random.Random(7)
-    fields = {"max_tokens": 40, "ignore_eos": True}
-    truth = server.chat("What is 12 + 30?", **fields).json()["choices"][0]["message"]["content"]
-
-    def leave(_: int) -> None:
-        body = long_chat(stream=rng.random() < 0.5, n=rng.choice((1, 2)), temperature=rng.choice((0, 1)))
-        connection = server.raw(body)
-        time.sleep(rng.random() / 10)
-        connection.close()
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        leaving = [pool.submit(leave, number) for number in range(40)]
-        answered = 0
-        while not all(future.done() for future in leaving):
-            response = server.chat("What is 12 + 30?", **fields)
-            assert response.status_code in (200, 429)
-            if response.status_code == 200:
-                answered += 1
-                assert response.json()["choices"][0]["message"]["content"] == truth
-        for future in leaving:
-            future.result()
-    assert answered
 
 
 def test_a_template_that_takes_long_holds_up_its_own_request_only(
@@ -300,16 +273,3 @@ def test_a_dead_engine_shows_in_the_health(tiny_engine: Path) -> None:
         health = dying.http.get("/health")
         assert health.status_code == 503 and "scripted bug" in health.json()["error"]["message"]
         assert dying.chat().status_code == 500
-
-
-def test_what_does_not_finish_in_the_drain_timeout_is_told(tiny_engine: Path) -> None:
-    with (
-        thread_server(tiny_engine, round_s=ROUND_S, drain_timeout_s=0.3) as server,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
-        whole = pool.submit(server.chat, **LONG)
-        stream = pool.submit(server.chat, stream=True, **LONG)
-        wait_for(lambda: server.llm.running == 2)
-        server.server.drain()
-        assert whole.result().status_code == 503
-        assert events_of(stream.result().text)[-1]["error"]["code"] == "shutting_down"

@@ -167,17 +167,6 @@ def test_a_conversation_with_results(qwen: Chat, monkeypatch: pytest.MonkeyPatch
     assert f'{{"name": "get_weather", "arguments": {TEXT}}}\n</tool_call>' in seen[0]
 
 
-def test_malformed_calls_are_content(chats: Callable[[str], Chat]) -> None:
-    malformed = "<tool_call>\n{'name': 'clock', 'arguments': {}}\n</tool_call>"
-    for family, text in (("qwen", malformed), ("llama", '{"answer": 42}'), ("llama", "<|python_tag|>print(42)")):
-        choice = chats(family).create(text, tools=[CLOCK])
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-        chunks = chats(family).chunks(text, tools=[CLOCK])
-        assert said(chunks) == text and chunks[-1].finish_reason == "stop"
-    cut = chats("qwen").create(HERMES, tools=[WEATHER], max_tokens=40)
-    assert cut.finish_reason == "length" and HERMES.startswith(cut.message.content) and not cut.message.tool_calls
-
-
 @pytest.mark.parametrize("family", ["qwen", "thinker"])
 def test_reasoning(chats: Callable[[str], Chat], family: str) -> None:
     chat, whole = chats(family), "<think>\nOne\n\ntwo <tool_call>\n</think>\n\nThree"
@@ -190,14 +179,6 @@ def test_reasoning(chats: Callable[[str], Chat], family: str) -> None:
         assert chat.create(text, **OFF).message.content == text, "the template closed the block"
     else:
         assert chat.create("Three", max_tokens=1).message.content is None
-
-
-def test_log_probabilities_are_those_of_every_token(qwen: Chat) -> None:
-    whole = qwen.create(HERMES, tools=[WEATHER], logprobs=True)
-    chunks = qwen.chunks(HERMES, tools=[WEATHER], logprobs=True)
-    tokens = [t.token for c in chunks if c.logprobs for t in c.logprobs.content]
-    assert tokens == [t.token for t in whole.logprobs.content]
-    assert "".join(tokens).startswith(HERMES.partition("Z")[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,16 +226,3 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 def test_what_cannot_be_had(chats: Callable[[str], Chat], family: str, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         chats(family).create("x", **fields)
-
-
-def test_several_answers_have_calls_of_their_own(qwen: Chat) -> None:
-    qwen.model.say(HERMES)
-    common: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": [WEATHER]}
-    answer: Any = qwen.client.chat.completions.create(**common, n=3, max_tokens=200)
-    assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
-    assert all(called(choice) == [("get_weather", ARGUMENTS)] for choice in answer.choices)
-    texts = ["", ""]
-    for chunk in qwen.client.chat.completions.create(**common, n=2, stream=True):
-        for each in chunk.choices:
-            texts[each.index] += each.delta.tool_calls[0].function.arguments or "" if each.delta.tool_calls else ""
-    assert texts == [answer.choices[0].message.tool_calls[0].function.arguments] * 2

@@ -13,7 +13,6 @@ from checkpoints import make_pair
 from engine_builds import build_engine
 from numerics import Truth
 
-from ddtree_trt.errors import UsageError
 from workbench import quality
 
 TOKENS = np.random.default_rng(0).integers(0, 90, 70)
@@ -36,16 +35,6 @@ def test_figures_are_those_of_pytorch(tmp_path: Path) -> None:
     for perplexity, rows in ((found.perplexity, ours), (found.reference_perplexity, theirs)):
         loss = nll_loss(rows[:, :-1].reshape(-1, rows.shape[-1]), windows[:, 1:].reshape(-1))
         assert perplexity == pytest.approx(float(loss.exp()), rel=1e-3)
-
-
-def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with closing(build_engine(*make_pair(tmp_path), tmp_path / "engine")) as engine:
-        longest = engine.manifest.limits.max_seq_len
-        for window in (1, longest + 1):
-            with pytest.raises(UsageError, match=f"--window must be from 2 to {longest}"):
-                quality.compare(engine, engine, TOKENS.tolist(), window)
-        with pytest.raises(UsageError, match="the text has 3 tokens, less than one window of 8"):
-            quality.compare(engine, engine, [1, 2, 3], 8)
 
 
 def test_the_command_prints_what_it_found(tiny_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,11 +29,11 @@ from ddtree_trt.runtime.engines.base import DraftRequest
 from tools.train_drafter import __main__ as command
 from tools.train_drafter import data, loop
 from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts
-from tools.train_drafter.drafter import drafter_config, fresh, most_frequent, read_shortlist, save, write_shortlist
+from tools.train_drafter.drafter import drafter_config, fresh, read_shortlist, save, write_shortlist
 from tools.train_drafter.model import DFlash, Eagle3, load_drafter
 from tools.train_drafter.prompts import HELD_OUT, TRAINING, held_out_prompts, is_usable, training_prompts
 from tools.train_drafter.settings import DataSettings, DrafterSettings, Schedule, Settings, ValidationSettings
-from tools.train_drafter.target import Answer, Target, load_target, mask_token_id, spread_taps
+from tools.train_drafter.target import Answer, Target, load_target
 from tools.train_drafter.training import train_drafter
 from tools.train_drafter.validation import drafts, rounds
 
@@ -97,31 +97,12 @@ def make_drafter(target: Target, settings: DrafterSettings) -> Any:
 # Prompts.
 
 
-def test_prompts_vary_and_have_no_open_places() -> None:
-    prompts = [prompt for _, prompt in training_prompts(1, 0, 3000)]
-    assert len(set(prompts)) > 2000
-    assert {kind for kind, _ in training_prompts(1, 0, 3000)} == set(TRAINING)
-    for prompt in prompts + [prompt for _, prompt in held_out_prompts(1, 200)]:
-        code = "{word: len(word) for word in words}"
-        assert "{" not in prompt.replace(code, "") and "\0" not in prompt, prompt
-
-
 def test_held_out_kinds_are_never_trained_on() -> None:
     held_out = held_out_prompts(1, 400)
     assert not set(HELD_OUT) & set(TRAINING)
     assert {kind for kind, _ in held_out[:10]} == set(HELD_OUT)
     assert not {p for _, p in held_out} & {p for part in range(20) for _, p in training_prompts(1, part, 500)}
     assert not [p for _, p in held_out if is_usable(p)], "a prompt of its own of this kind would be trained on"
-
-
-def test_what_the_target_writes_of_a_held_out_kind_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load_target(str(folder), 2)
-    texts = iter(["Write me a Poem about the sea", "What is a good name for a cat?", "t"])
-    monkeypatch.setattr(target.tokenizer, "decode", lambda ids, **_: next(texts))
-    ended, cut = Answer([2, 5, 7, 1], ((2, 4),), 1.0), Answer([2, 5, 7, 8], ((2, 4),), 1.0)
-    monkeypatch.setattr(Target, "answers", lambda *_, **__: [ended, ended, cut, ended])
-    found = data.chat_prompts(target, replace(SETTINGS.data, self_written=1.0, batch=1, pool=1))(0)
-    assert found == [[target.prompt_ids("What is a good name for a cat?")]]
 
 
 # The target's answers.
@@ -144,49 +125,6 @@ def test_a_batch_answers_as_the_target_alone(source: str, request: pytest.Fixtur
         greedy.append(Answer(ids, ((len(prompt), len(ids)),), 0.0))
     assert found[:7] == greedy[:7]
     assert found[7].ids != greedy[7].ids and found[7].temperature == 9.0
-
-
-def test_a_conversation_goes_on_behind_answers_that_ended(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does, one whose answer was cut, and one whose next message no longer fits."""
-    target, replies = load_target(str(llama), 2), iter([[[5, 1], [6, 7], [8, 1]], [[9, 1]]])
-
-    def reply(_: Target, prompts: list[list[int]], heat: Any, *__: Any, whole: bool) -> list[Answer]:
-        rows = zip(prompts, next(replies), heat.tolist(), strict=True)
-        return [Answer(prompt + told, ((len(prompt), len(prompt) + 2),), t) for prompt, told, t in rows]
-
-    monkeypatch.setattr(Target, "answers", reply)
-    texts = (("t20", "t21"), ("t22 t20", "t23"), ("t20 t20 t20", "t21 " * 90))
-    found = data.converse(target, [data.chat_ids(target, each) for each in texts], [0.0, 0.5, 1.0], SETTINGS.data)
-    assert found == [
-        Answer([2, 20, 3, 5, 1, 21, 3, 9, 1], ((3, 5), (7, 9)), 0.0),
-        Answer([2, 22, 20, 3, 6, 7], ((4, 6),), 0.5),
-        Answer([2, 20, 20, 20, 3, 8, 1], ((5, 7),), 1.0),
-    ]
-
-
-def test_the_same_pool_is_written_again_alike(llama: Path, answers: Path, tmp_path: Path) -> None:
-    """A pool that is there is left alone; a missing one is made as it was."""
-    target, first = load_target(str(llama), 2), answers / "pool-00000.safetensors"
-    prompts = data.chat_prompts(target, SETTINGS.data)
-    for changed in (b"", b"something else"):
-        if changed:
-            (tmp_path / first.name).write_bytes(changed)
-        data.write_pools(target, tmp_path, range(1), SETTINGS.data, prompts, lambda **_: None)
-        assert (tmp_path / first.name).read_bytes() == (changed or first.read_bytes())
-
-
-def test_taps_that_a_target_has_no_layers_for() -> None:
-    assert spread_taps(30, 4) == (1, 10, 18, 27)
-    with pytest.raises(SystemExit, match="4 layers"):
-        spread_taps(4, 2)
-
-
-def test_a_mask_token_is_asked_for_where_no_id_is_free(folder: Path) -> None:
-    target = load_target(str(folder), 2)
-    assert mask_token_id(target, "t95") == mask_token_id(target, "95") == 95
-    for wanted in (None, "t96", "500"):
-        with pytest.raises(SystemExit, match="mask-token"):
-            mask_token_id(target, wanted)
 
 
 # Blocks and loss.
@@ -337,20 +275,6 @@ def test_one_command_writes_answers_trains_and_publishes(
     assert config["draft_vocab_size"] == 40
     assert config["dflash_config"] == {"mask_token_id": 95, "target_layer_ids": [1, 3]}
     assert (config["block_size"], config["num_target_layers"], config["architectures"]) == (4, 6, ["DFlashDraftModel"])
-
-
-def test_the_shortlist_has_the_most_frequent_tokens(tmp_path: Path) -> None:
-    counts = {1: 5, 2: 2, 3: 2, 4: 9, 6: 2}
-    ids = [0, 5, *(token for token, times in counts.items() for _ in range(times))]
-    told = [Answer(ids, ((2, len(ids)),), 0.0)]
-    assert most_frequent(told, 7, 3).tolist() == [1, 2, 4], "of equally frequent tokens the lower"
-    assert most_frequent(told, 7, 3, always=[6]).tolist() == [1, 4, 6]
-    assert most_frequent(told, 7, 7).tolist() == list(range(7))
-    for size in (0, 8):
-        with pytest.raises(SystemExit, match="1 to 7"):
-            most_frequent(told, 7, size)
-    with pytest.raises(SystemExit, match="no answers yet"):
-        data.Answers(tmp_path).scan()
 
 
 @pytest.mark.parametrize(("shortlist", "window"), [(False, 0), (True, 0), (False, 5)])

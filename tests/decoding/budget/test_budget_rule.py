@@ -143,16 +143,6 @@ def test_what_a_drafter_that_is_never_right_costs(name: str, quality: Quality, t
     assert spent.drafts >= 1
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_probes_go_on(name: str) -> None:
-    profile, chains = PROFILES[name]
-    drafts = [
-        decode(text(LIAR, n), AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains).drafts
-        for n in (400, 1600, 3200)
-    ]
-    assert 0 < drafts[0] < drafts[1] < drafts[2]
-
-
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(
@@ -207,10 +197,8 @@ def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float =
     return play(machine, answers, slots, lambda: AutoBudget(shared), late=late)[0]
 
 
-@pytest.mark.parametrize("quality", [GOOD, Quality(0.97, 0.02), Quality(0.8, 0.05), Quality(0.5, 0.1), UNSURE, LIAR])
-@pytest.mark.parametrize(
-    ("name", "slots"), [("tiny", 1), ("h100", 1), ("h100", 4), ("h100", 16), ("torch", 1), ("torch", 4), ("torch", 16)]
-)
+@pytest.mark.parametrize("quality", [GOOD, Quality(0.8, 0.05), UNSURE, LIAR])
+@pytest.mark.parametrize(("name", "slots"), [("tiny", 1), ("h100", 1), ("h100", 16), ("torch", 4)])
 def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, quality: Quality) -> None:
     """The worst of these is a drafter that knows nothing, and knows it."""
     machine = MACHINES[name]
@@ -299,26 +287,18 @@ def test_rows_that_are_padded_anyhow_are_used() -> None:
     assert nodes in (7, 31, 64)
 
 
-def test_fixed_budgets_keep_theirs_beside_automatic_ones() -> None:
-    tree = random_tree(np.random.default_rng(1), 40)
-    plan = RoundPlan([SlotInput(FixedBudget(12), 0, 99), SlotInput(AutoBudget(make_budgets(MANY)), 0, 99)])
-    assert plan.ceilings()[0] == 12
-    assert plan.choose([tree, tree])[0] == 12
-    assert plan.decisions[0] is None and plan.decisions[1] is not None
-
-
 def test_a_fixed_budget_ends_no_drafting_beside_it() -> None:
     """A round without drafts is due now and then, and cannot be had while another request drafts anyhow."""
     shared = make_budgets(MANY)
     budget, drafts = AutoBudget(shared), 0
     tree = chain(np.zeros(3, np.int32))
     for _ in range(100):
-        plan = RoundPlan([SlotInput(FixedBudget(4), 0, 99), SlotInput(budget, 0, 99)])
+        plan = RoundPlan([SlotInput(FixedBudget(2), 0, 99), SlotInput(budget, 0, 99)])
         nodes = plan.ceilings()
         drafts += nodes[1] > 0
         nodes = plan.choose([tree, tree if nodes[1] else None])
-        plan.took(0.3, 1.2, [4, nodes[1]])
-        assert plan.decisions[1] is not None
+        plan.took(0.3, 1.2, nodes)
+        assert nodes[0] == 2 and plan.decisions[0] is None and plan.decisions[1] is not None
         budget.observe(plan.decisions[1], tree.cut(nodes[1]), np.arange(1 + min(nodes[1], 3), dtype=np.int32))
     assert drafts == 100
 

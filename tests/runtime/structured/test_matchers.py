@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -171,52 +171,35 @@ def test_a_constraint_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TAG = {"begin": "<a>", "schema": True, "end": "</a>"}
-WRONG: list[tuple[dict[Any, Any], str]] = [
+WRONG: list[tuple[Any, str]] = [
+    (5, "structured must be a StructuredOutput or an object of its fields, not 5"),
     ({}, "exactly one of json_schema, json_object, regex, choice, grammar, tags is needed, and none was given"),
-    ({"json_object": False}, "and none was given"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
-    ({"regex": "a", "json_schema": False}, "not json_schema and regex"),
     ({"json_schema": "{"}, "the schema is no JSON, or nested too deeply: "),
-    ({"json_schema": 5}, "a schema must be a JSON object or a boolean, not 5"),
     ({"json_schema": "[]"}, r"a schema must be a JSON object or a boolean, not \[\]"),
     ({"json_schema": {"enum": [float("nan")]}}, "the schema is no JSON"),
-    ({"json_schema": {"enum": [b"x"]}}, "the schema is no JSON"),
     ({"json_schema": "[" * 100_000}, "the schema is no JSON, or nested too deeply"),
     ({"json_schema": {"title": "\ud800"}}, "half of a surrogate pair"),
     ({"json_object": 1}, "json_object must be true or false, not 1"),
     ({"regex": 5}, "regex must be a text, not 5"),
-    ({"regex": ""}, "regex must be a text that is not empty"),
-    ({"grammar": ""}, "grammar must be a text that is not empty"),
     ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"at most {MAX_CHARACTERS} are taken"),
-    ({"choice": [""]}, r"choice\[0\] must be a text that is not empty"),
     ({"choice": [1]}, r"choice\[0\] must be a text, not 1"),
     ({"choice": map(str, range(10_001))}, "choice has 10001 texts, at most 10000 are taken"),
-    ({"tags": "x"}, "tags must be a list, not 'x'"),
     ({"tags": [{"begin": "<a>"}]}, "a tag has begin, schema and end"),
-    ({"tags": [{**TAG, "begin": ""}]}, "a tag's begin must be a text that is not empty"),
-    ({"tags": [{**TAG, "schema": 3}]}, "a schema must be a JSON object or a boolean, not 3"),
-    ({"tags": [TAG], "at_least": -1}, "at_least must be an integer from 0 to 65536, not -1"),
     ({"tags": [TAG], "at_least": 3, "at_most": 2}, "at_most 2 is below 3"),
-    ({"tags": [TAG], "after": 3}, "after must be a text, not 3"),
     ({"regex": "a", "after": ""}, "after must be a text that is not empty"),
     ({"regex": "a", "after": "x" * 257}, "after has 257 characters, at most 256 are taken; give its last ones"),
     ({"choice": ["x" * 600_000, "y" * 600_000]}, f"choice has 1200000 characters, at most {MAX_CHARACTERS} are taken"),
     ({"pattern": "a"}, "unknown name 'pattern'; known are json, after, "),
-    ({cast(str, None): "a"}, "unknown name None; known are"),
     ({"json": {}, "json_schema": {}}, "json and json_schema are the same"),
 ]
 
 
 @pytest.mark.parametrize(("values", "reason"), WRONG, ids=[reason[:40] for _, reason in WRONG])
-def test_what_is_refused(values: dict[Any, Any], reason: str) -> None:
+def test_what_is_refused(values: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason) as caught:
         SamplingParams.from_mapping({"structured": values})
     assert str(caught.value).startswith("structured")
-
-
-def test_what_is_no_record_is_refused() -> None:
-    with pytest.raises(UsageError, match="structured must be a StructuredOutput or an object of its fields, not 5"):
-        SamplingParams(structured=5)  # type: ignore[arg-type]
 
 
 def test_a_schema_is_kept_as_text_in_its_own_order() -> None:
@@ -236,7 +219,6 @@ def test_a_schema_is_kept_as_text_in_its_own_order() -> None:
 # Random schemas: every output is JSON that an independent validator accepts, and that of `ar`, token for token
 
 
-PROMPT = [{"role": "user", "content": "There are 6 drawers, each with 32 cards. How many cards are there?"}]
 CHECKER = jsonschema.FormatChecker(["uuid", "ipv4"])
 
 
@@ -281,32 +263,3 @@ def test_random_tokens_make_valid_json_of_600_schemas(llm: LLM) -> None:
         validate(text, schema)
         kinds.add(type(json.loads(text)).__name__)
     assert kinds == {"dict", "list", "str", "int", "float", "bool", "NoneType"}
-
-
-@pytest.mark.parametrize("method", ["ddtree", "dflash"])
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
-def test_the_model_writes_them_as_ar_does(llm: LLM, method: str, count: int) -> None:
-    chosen = [schema for schema, _ in zip(satisfiable(schemas(2), llm), range(count), strict=False)]
-    outputs = {}
-    for each in ("ar", method):
-        params = [
-            SamplingParams(
-                method=each,
-                tree_budget=8 if each == "ddtree" else "auto",
-                max_tokens=400,
-                temperature=float(place % 2),
-                seed=place,
-                n=1 + place % 2,
-                structured=StructuredOutput(json_schema=schema),
-            )
-            for place, schema in enumerate(chosen)
-        ]
-        outputs[each] = llm.generate([PROMPT] * count, params)
-    for schema, expected, found in zip(chosen, outputs["ar"], outputs[method], strict=True):
-        for one, other in zip(expected.outputs, found.outputs, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.finish_reason == one.finish_reason
-            if other.finish_reason == "stop":
-                validate(other.text, schema)
-    finished = [o.finish_reason == "stop" for each in outputs[method] for o in each.outputs]
-    assert sum(finished) > 0.8 * len(finished)  # greedy numbers may go on for ever

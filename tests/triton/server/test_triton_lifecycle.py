@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -19,7 +18,7 @@ import pytest
 import yaml
 from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metric, text, values
 
-from ddtree_trt import LLM, SamplingParams, __version__
+from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.triton.export import export_triton
 from ddtree_trt.triton.metrics import ENGINE_GAUGES
 from tools.triton_server import TritonServer
@@ -58,37 +57,6 @@ def test_a_stopping_server_lets_streams_finish(tiny_engine: Path, tmp_path: Path
         server.signal(signal.SIGTERM)
         stream.join()
         assert stream.text == truth
-        assert server.wait() == 0
-        assert "Signal (11)" not in server.log
-    finally:
-        server.kill()
-
-
-HOSTILE = ['{"seed": 1' + "0" * 400 + "}", "[" * 100_000, '{"seed": "' + "[" * 100_000 + '"}', '{"\\ud800": 1}']
-
-
-def test_hostile_requests_touch_neither_the_others_nor_the_end(tiny_engine: Path, tmp_path: Path, truth: str) -> None:
-    export_triton(tiny_engine, tmp_path, "tiny", link=True)
-    server = TritonServer(tmp_path)
-
-    def attack(text: str) -> set[str]:
-        bodies = [{"text_input": PROMPT, "sampling_parameters": text}] * 60
-        answers = [generate(server, "tiny", body) for body in bodies]
-        assert {status for status, _ in answers} == {400}
-        return {answer["error"] for _, answer in answers}
-
-    try:
-        server.start()
-        stream = Stream(server)
-        with ThreadPoolExecutor(len(HOSTILE)) as pool:
-            errors = {error for found in pool.map(attack, HOSTILE) for error in found}
-        stream.join()
-        assert stream.text == truth
-        assert len(errors) == len(HOSTILE)
-        for error in errors:
-            assert len(error) < 1000 and "Traceback" not in error and str(tmp_path) not in error and ".py" not in error
-        assert generate(server, "tiny", {"text_input": PROMPT, "max_tokens": 4})[0] == 200
-        server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert "Signal (11)" not in server.log
     finally:
@@ -186,20 +154,9 @@ def test_manifests_fit_each_other() -> None:
     assert (name := metric.replace("vllm_", "vllm:")) in ENGINE_GAUGES and name in adapter["rules"][0]["seriesQuery"]
     mounted = {m["name"] for m in CONTAINER["volumeMounts"]}
     assert mounted == {v["name"] for v in POD["spec"]["volumes"]}
-
-
-def test_streams_have_time_to_finish() -> None:
     waiting = int(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
     (timeout,) = (int(a.partition("=")[2]) for a in CONTAINER["args"] if a.startswith("--exit-timeout-secs="))
-    assert POD["spec"]["terminationGracePeriodSeconds"] > timeout + waiting
-
-
-def test_the_container_file_builds_this_version() -> None:
-    text = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
-    assert f"ddtree-triton:{__version__} ." in text
-    assert CONTAINER["image"].endswith(f"ddtree-triton:{__version__}")
-    (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
-    assert set(json.loads(command)) <= set(CONTAINER["args"])
+    assert POD["spec"]["terminationGracePeriodSeconds"] > timeout + waiting, "streams have time to finish"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tritonclient.grpc as grpcclient
 from triton_clients import ask, eventually, generate, generate_stream, idle, metric, text, values
 
 from ddtree_trt import LLM, SamplingParams
@@ -20,7 +19,6 @@ DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}
 SAMPLED = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 7}
 POLL_S = 0.01
-PROMPT = "def fib(n):"
 
 
 def expected(llm: LLM, prompt: str, **sampling: object) -> str:
@@ -41,13 +39,6 @@ def test_text_equals_generate(
         *before, last = ask(server, model, parts)
         assert text([*before, last]) == truth and not any("acceptance_rate" in response for response in before)
         assert last["acceptance_rate"].shape == last["total_draft_tokens"].shape == (1,) * (1 + ("vllm" not in model))
-
-
-def test_only_listed_outputs_are_sent(server: TritonServer, prompts: list[str], model: str) -> None:
-    outputs = [grpcclient.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
-    (response,) = ask(server, model, values(model, prompts[0], stream=False, max_tokens=5), outputs=outputs)
-    assert set(response) == {"text_output", "num_output_tokens"}
-    assert response["num_output_tokens"].item() == 5
 
 
 def test_sixteen_streams_while_metrics_are_scraped(
