@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from engine_files import DIMS, make_engine, make_manifest
+from fuzzing import WRONG, place_name, places, with_value
 from pacing import wait_for
 
 from ddtree_trt.artifact import verify as verified
@@ -58,29 +59,11 @@ def test_what_computes_attention() -> None:
         parse_manifest(replace(rtx, plugin=plugin).to_json(), "m")
 
 
-# What stands in place of a value of its kind.
-WRONG: dict[type, list[Any]] = {
-    **{bool: [1, "x"], int: ["8", 8.5, True, -1, 10**30], float: ["x", True, -1.0, 10**400]},
-    **{str: [5, ["x"]], list: [5, {}], dict: [[1], 5], type(None): [[7]]},
-}
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value of a document, by the keys that lead to it."""
-    if path:
-        yield path, value
-    for key, below in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
-        yield from places(below, (*path, key))
-
-
-def refusal(place: tuple[Any, ...], value: Any) -> str:
+def refusal(place: Sequence[Any], value: Any) -> str:
     """The line with which a manifest with another value there is refused."""
-    data = inner = json.loads(make_manifest().to_json())
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
+    changed = with_value(json.loads(make_manifest().to_json()), place, value)
     with pytest.raises(ArtifactError) as caught:
-        parse_manifest(json.dumps(data), "m")
+        parse_manifest(json.dumps(changed), "m")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
     return str(caught.value)
 
@@ -89,9 +72,8 @@ def test_a_value_of_another_kind_is_refused_by_its_place() -> None:
     for place, value in places(json.loads(make_manifest().to_json())):
         if place[0] in ("schema_version", "digest") or (place[0] == "chat_template_args" and len(place) > 1):
             continue  # of which the first two have lines of their own, and a template's arguments are anything
-        named = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)[1:]
         for wrong in WRONG[type(value)]:
-            assert refusal(place, wrong).replace("'", "").startswith(f"m: {named}"), (named, wrong)
+            assert refusal(place, wrong).replace("'", "").startswith(f"m: {place_name(place)}"), (place, wrong)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +101,7 @@ def test_a_value_of_another_kind_is_refused_by_its_place() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(place: str, value: Any, message: str) -> None:
-    assert message in refusal(tuple(place.split(".")), value)
+    assert message in refusal(place.split("."), value)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "own-width": {"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
     "qwen2-whole-vocabulary": {"family": QWEN2, "draft_vocab_size": None, "tap_layers": (0, 2, 3, 5, 6)},
     "head-of-the-target": {"own_head": False, "draft_vocab_size": None},
-    "only-its-embedding": {"own_head": False, "draft_vocab_size": None, "own_embedding": True},
 }
 
 
