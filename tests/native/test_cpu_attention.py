@@ -265,11 +265,12 @@ def test_compaction_refuses(change: dict[str, Any], error: type[Exception], text
 
 @pytest.mark.parametrize("isa", ["avx512-bf16", "avx512-vnni", "avx512", "avx2", "plain"])
 def test_other_instruction_sets(isa: str) -> None:
-    """Of attention, and of products with 8-bit integers."""
+    """Of attention, of delta nets, and of products with 8-bit integers."""
     if os.environ.get("DDTREE_CPU_ISA") or _native.attention_isa() == "plain":
         pytest.skip("this run has one instruction set")
     names = ("test_trees_of_several_slots", "test_blocks_behind_contexts")
     tests = [f"{__file__}::{name}[{seed}]" for name in names for seed in (0, 3, 6)]
+    tests.append(str(Path(__file__).with_name("test_cpu_delta.py")))
     products = Path(__file__).parents[1] / "engines" / "test_int8.py"
     tests += [
         f"{products}::test_a_{name}" for name in ("product_is_the_integers_one", "row_does_not_depend_on_the_others")

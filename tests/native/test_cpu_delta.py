@@ -1,14 +1,11 @@
 """`DDTreeDeltaNet` in ONNX Runtime and the commit of its states, against the recurrence; and what they promise beyond:
 trees, chains, single tokens, batches and threads give the same bits.
 
-`DDTREE_CPU_ISA` chooses the instruction set when the library is loaded; the last test runs this file with the others.
+`DDTREE_CPU_ISA` chooses the instruction set when the library is loaded; `test_cpu_attention` runs this with the others.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -143,12 +140,3 @@ def test_what_does_not_fit_is_refused() -> None:
             layer.commit(0, rows)
     with pytest.raises(ValueError, match="states and moves must fit the heads and the slot"):
         layer.commit(SLOTS, [0])
-
-
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "plain"])
-def test_other_instruction_sets(isa: str) -> None:
-    if os.environ.get("DDTREE_CPU_ISA"):
-        pytest.skip("this is one of them")
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", "not other_instruction_sets", __file__]
-    run = subprocess.run(command, env={**os.environ, "DDTREE_CPU_ISA": isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import TARGET_DIMS, make_eagle, refusal, write_weights
 from checkpoints import drafter_weights as eagle_weights
-from checkpoints import make_eagle, refusal, write_weights
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
 from ddtree_trt.build.checkpoint.config import read_config
@@ -93,6 +93,37 @@ STATED: list[tuple[Any, Any, tuple[bool, ...]]] = [
     ({}, {"causal_head": True}, (True, True)),
     ({"is_causal": False}, {"causal": False, "causal_head": False}, ()),
 ]
+
+
+OWN = {"own_embedding": True, "own_head": True}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+SLID = {"windows": (8, 0), "causal": (True, False)}
+SPECULATORS = {**OWN, "num_target_layers": None}
+# Dialect, entries of config.json that differ, and of objects within it → what the drafter is.
+MEANT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "zlab": ("zlab", {}, {}, {}),
+    "zlab with windows": ("zlab", SLIDING, {}, SLID),
+    "zlab, anchor first": ("zlab", {}, {"dflash_config": {"sample_from_anchor": True}}, {"anchor_first": True}),
+    "jetspec": ("jetspec", {}, {}, {"causal": (True, True)}),
+    "deepspec": ("deepspec", {}, {}, {**OWN, "anchor_first": True}),
+    "specforge": ("specforge", {}, {}, {"anchor_first": True}),
+    "speculators": ("speculators-dflash", {}, {}, SPECULATORS),
+    "speculators with windows": (
+        *("speculators-dflash", {}, {"transformer_layer_config": SLIDING}, {**SPECULATORS, **SLID}),
+    ),
+    "speculators, smaller vocabulary": (
+        *("speculators-dspark", {}, {}, {**SPECULATORS, "anchor_first": True, "draft_vocab_size": VOCABULARY}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEANT)
+def test_what_a_dialect_means(tmp_path: Path, case: str) -> None:
+    """Stated here a second time, so that the truth does not depend on the reader."""
+    name, changes, sections, meaning = MEANT[case]
+    own = {"block_size": BLOCK, "mask_token_id": SHAPE["mask_token_id"], "tap_layers": (0, 2), "num_target_layers": 3}
+    expected = {**vars(TARGET_DIMS), "num_layers": 2, **own, **meaning}
+    assert dims_of(make_dialect(tmp_path, name, changes, sections)) == DFlashDims(**expected)
 
 
 def proposing(tokens: int) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""DFlash drafters of every shape, variant and dialect against a plain statement in PyTorch, over uneven rounds.
-
-What a dialect means is stated here a second time, so that the truth does not depend on the reader.
-"""
+"""DFlash drafters of every shape and variant against a plain statement in PyTorch, over uneven rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target, make_variant, reading_variant
 from dflash_truth import DFlash
-from drafter_dialects import SHAPE, VOCABULARY, make_dialect
 from engine_builds import PACKAGED, build_engine, build_torch_engine
 from fake_trt_engine import FORMS, build_trt_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
@@ -90,26 +86,6 @@ PAIRS: dict[str, dict[str, Any]] = {
         "windows": (12, 12),
         "causal": (True, False),
     },
-}
-
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "use_sliding_window": True}
-SLID = {"windows": (WINDOW, 0), "causal": (True, False)}
-SPECULATORS = {**OWN, "num_target_layers": None}
-# Dialect, entries of config.json that differ, and of objects within it → what the drafter is.
-DIALECTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]] = {
-    "zlab": ("zlab", {}, {}, {}),
-    "zlab with windows": ("zlab", SLIDING, {}, SLID),
-    "zlab, anchor first": ("zlab", {}, {"dflash_config": {"sample_from_anchor": True}}, {"anchor_first": True}),
-    "jetspec": ("jetspec", {}, {}, {"causal": (True, True)}),
-    "deepspec": ("deepspec", {}, {}, {**OWN, "anchor_first": True}),
-    "specforge": ("specforge", {}, {}, {"anchor_first": True}),
-    "speculators": ("speculators-dflash", {}, {}, SPECULATORS),
-    "speculators with windows": (
-        *("speculators-dflash", {}, {"transformer_layer_config": SLIDING}, {**SPECULATORS, **SLID}),
-    ),
-    "speculators, smaller vocabulary": (
-        *("speculators-dspark", {}, {}, {**SPECULATORS, "anchor_first": True, "draft_vocab_size": VOCABULARY}),
-    ),
 }
 
 
@@ -205,21 +181,12 @@ def varied(path: Path, build: Build, fields: dict[str, Any], *, tied: bool = Tru
     return Pair(engine, target, path / "drafter", dims)
 
 
-def published(path: Path, build: Build, name: str) -> Pair:
-    dialect, changes, sections, meaning = DIALECTS[name]
-    target, drafter = make_target(path / "target"), make_dialect(path / "drafter", dialect, changes, sections)
-    own = {"block_size": SHAPE["block_size"], "mask_token_id": SHAPE["mask_token_id"], "tap_layers": (0, 2)}
-    dims = DFlashDims(**{**vars(TARGET_DIMS), "num_layers": 2, **own, "num_target_layers": 3, **meaning})
-    return Pair(build(target, drafter, path / "engine", max_batch=1), target, drafter, dims)
-
-
 MADE = {
     **{name: partial(shaped, name=name) for name in SHAPES},
     **{name: partial(varied, fields=fields) for name, fields in {**VARIANTS, **PAIRS}.items()},
-    **{f"dialect {name}": partial(published, name=name) for name in DIALECTS},
 }
 MATRIX = [
-    *((name, build) for name in MADE for build in BUILDS if build == "onnxruntime" or "dialect" not in name),
+    *((name, build) for name in MADE for build in BUILDS),
     *((name, "native") for name in ("mixed", "few draft ids", "yarn", "scaled", "dflash2", "pairs of draft ids")),
     *((name, "plugin") for name in ("one causal layer", "anchor first", "draft ids", "scaled")),  # it has no windows
 ]
@@ -231,7 +198,7 @@ def test_rounds(name: str, build: str, tmp_path: Path) -> None:
     behind a window's edge; then rounds of uneven length, also two without a draft between them, and cuts: inside what
     the drafter's cache holds, and inside what it was told and has not taken in."""
     pair = MADE[name](tmp_path, {**BUILDS, **LOWERED}[build])
-    if name in PAIRS or "dialect" in name:
+    if name in PAIRS:
         prompts = [WINDOW - 2]
     else:
         every = [1, 5, CHUNK, 2 * CHUNK + 30] if name in ("tiny", "block-16") else []  # how a prompt is divided

@@ -129,8 +129,7 @@ PROMPTS = (1, Limits.prefill_chunk + 44, 7, 31, 2)  # tokens of each slot's: one
 SLOTS = len(PROMPTS)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-@pytest.mark.parametrize("kind", ["eagle3", "autoregressive"])
+@pytest.mark.parametrize(("kind", "precision"), [("eagle3", "int8"), ("autoregressive", "fp32")])
 def test_drafts_together_are_those_alone(tmp_path: Path, kind: str, precision: str) -> None:
     """Of any of the slots, behind contexts of any length, with their own lengths, candidates and draws."""
     target = make_target(tmp_path / "target", num_layers=8, max_positions=512)
