@@ -18,8 +18,7 @@ from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.choice import Wanted, choose_backend
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.build.pair import Pair, outline_pair
-from ddtree_trt.build.sources import LocalSource
+from ddtree_trt.build.pair import Pair
 from ddtree_trt.device.gpus import Gpu, visible_gpus
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey
 from ddtree_trt.drafters.dflash.dims import DFlashDims
@@ -175,14 +174,3 @@ def test_a_build_says_it_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
     named = dataclasses.replace(request, backend="onnxruntime", force=True)
     assert dry_run(named).reason is None
     compile_engine(named, notice=lambda line: pytest.fail(line))
-
-
-def test_the_outline_has_what_the_checkpoint_has(tmp_path: Path) -> None:
-    """So that the weights it counts are those of the engine."""
-    target, drafter = make_pair(tmp_path / "pair")
-    pair = outline_pair(LocalSource(target), LocalSource(drafter))
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", backend="torch")
-    manifest = compile_engine(request)
-    stored = manifest.files["weights.safetensors"].size
-    weights = pair.weights_bytes("torch", manifest.precision)
-    assert weights <= stored < weights + 20_000  # a header

@@ -135,8 +135,6 @@ def proposing(tokens: int) -> dict[str, Any]:
     ("name", "changes", "sections", "expected"),
     [
         # What is stated for the block counts, in vLLM's order; otherwise the layers that slide are causal.
-        ("zlab", {}, {}, {"windows": (), "causal": ()}),
-        ("zlab", {**SWITCHED, "layer_types": FIRST}, {}, {"windows": (8, 0), "causal": (True, False)}),
         *(
             ("zlab", {**outer, **window}, {"dflash_config": inner}, {"windows": windows, "causal": causal})
             for outer, inner, causal in STATED

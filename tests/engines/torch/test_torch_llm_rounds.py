@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget
 from ddtree_trt.runtime.engines.base import RoundRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
@@ -284,3 +285,19 @@ def test_device_and_host_draw_the_same_tokens(
     assert tokens[0][0] != tokens[0][1], "completions of one prompt"
     (other,) = device.generate(prompts[0], greedy(temperature=temperature, seed=2))
     assert other.outputs[0].token_ids != tokens[0][0]
+
+
+def test_budgets_learn_from_rounds_on_the_device(
+    device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept of every round's tree."""
+    kept: list[int] = []
+    observe = AutoBudget.observe
+
+    def record(self: Any, decision: Any, tree: Any, path: Any, **how: Any) -> None:
+        observe(self, decision, tree, path, **how)
+        kept.append(len(path))
+
+    monkeypatch.setattr(AutoBudget, "observe", record)
+    (output,) = device.generate(prompts[0], greedy("auto"))
+    assert kept == output.metrics.acceptance_lengths

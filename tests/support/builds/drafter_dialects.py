@@ -84,24 +84,14 @@ _WITH_TABLES = {"deepspec": 96, "speculators-dflash": 96, "speculators-dspark": 
 
 def drafter_weights(name: str) -> dict[str, np.ndarray]:
     """Random tensors under the names of the dialect."""
+    of_layer = {
+        **{f"{part}_layernorm": (32,) for part in ("input", "post_attention")},
+        **{f"self_attn.{part}_norm": (16,) for part in "qk"},
+        **{"self_attn.q_proj": (64, 32), "self_attn.k_proj": (32, 32), "self_attn.v_proj": (32, 32)},
+        **{"self_attn.o_proj": (32, 64), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)},
+    }
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (32, 64), "hidden_norm.weight": (32,), "norm.weight": (32,)}
-    for i in range(2):
-        shapes |= {
-            f"layers.{i}.{part}": shape
-            for part, shape in {
-                "input_layernorm.weight": (32,),
-                "post_attention_layernorm.weight": (32,),
-                "self_attn.q_proj.weight": (64, 32),
-                "self_attn.k_proj.weight": (32, 32),
-                "self_attn.v_proj.weight": (32, 32),
-                "self_attn.o_proj.weight": (32, 64),
-                "self_attn.q_norm.weight": (16,),
-                "self_attn.k_norm.weight": (16,),
-                "mlp.gate_proj.weight": (48, 32),
-                "mlp.up_proj.weight": (48, 32),
-                "mlp.down_proj.weight": (32, 48),
-            }.items()
-        }
+    shapes |= {f"layers.{i}.{part}.weight": shape for i in range(2) for part, shape in of_layer.items()}
     if name in _WITH_TABLES:
         shapes |= {"embed_tokens.weight": (96, 32), "lm_head.weight": (_WITH_TABLES[name], 32)}
     weights = random_weights(shapes, seed=7)
