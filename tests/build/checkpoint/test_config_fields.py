@@ -199,7 +199,8 @@ FIELDS = [(config, field) for config in (QWEN3_8B, DFLASH) for field in (*SIZES,
 
 @pytest.mark.parametrize(("config", "field"), FIELDS, ids=[field for _, field in FIELDS])
 def test_values_of_another_kind_or_size_are_refused_by_name(tmp_path: Path, config: dict[str, Any], field: str) -> None:
-    for wrong in (0, 1 << 40, 32.5, True, "8") if field in SIZES else (-1, 1e300, {"x": {}}):
+    values: tuple[Any, ...] = (0, 1 << 40, 32.5, True, "8") if field in SIZES else (-1, 1e300, {"x": {}})
+    for wrong in values:
         assert field in refusal(tmp_path, {**config, field: wrong}), wrong
     if field in SIZES and field != "max_position_embeddings":
         assert f"has no {field}" in refusal(tmp_path, {name: v for name, v in config.items() if name != field})

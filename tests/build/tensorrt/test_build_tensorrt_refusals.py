@@ -158,26 +158,17 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     refused(tmp_path / "2", UsageError, *words, **PLUGIN, **{**mine, **small})
 
 
-def test_windows_take_native_attention(with_plugins: Machine) -> None:
-    """The plugin has no windows: it is refused by name, and what chooses for the user takes TensorRT's own layers."""
+def test_what_the_plugin_lacks_takes_native_attention(with_plugins: Machine) -> None:
+    """It is refused by name, and what chooses for the user takes TensorRT's own layers."""
     plain = DFlashDims(96, 32, 2, 4, 2, 64, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
     target, with_plugin, either = (plain, *(TensorRtBuild(BuilderOptions(attention=a)) for a in ("plugin", "auto")))
     with_plugin.check((target, plain), "bf16")
     assert either.attention((target, plain)) == "plugin"
-    for windows in ((12, 12), (3, 0)):
-        pair = target, replace(plain, windows=windows)
-        with pytest.raises(UsageError, match="the drafter's sliding windows have no kernel; use --attention native"):
+    for pair, words in (
+        ((target, replace(plain, windows=(3, 0))), "the drafter's sliding windows have no kernel; "),
+        ((replace(plain, head_dim=32), plain), "heads of 32 values have no kernel.*"),
+    ):
+        with pytest.raises(UsageError, match=f"{words}use --attention native"):
             with_plugin.check(pair, "bf16")
         either.check(pair, "bf16")
         assert either.attention(pair) == "native"
-
-
-@pytest.mark.rtx
-def test_heads_without_a_kernel_of_ours_are_native(machine: Machine, tmp_path: Path) -> None:
-    machine.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
-    shape: dict[str, Any] = {**DIMS, "head_dim": 32, "num_layers": 1}
-    target, drafter = make_pair(tmp_path / "pair", **shape)
-    notes: list[str] = []
-    manifest = build(tmp_path / "e", notice=notes.append, target="mine", checkpoint=target, drafter=drafter)
-    assert manifest.attention == "native"
-    assert "our plugin is left out: heads of 32 values have no kernel, heads of 64 or 128 have" in notes[-1]
