@@ -281,4 +281,4 @@ def test_memory() -> None:
     dims, limits = dims_of(QWEN3_5), Limits(1024, 1, snapshot_every=32)
     assert limits.snapshots == 1 + 1024 // 32
     plans = [plan_engine("torch", "fp32", dims, dims, each, 0) for each in (limits, Limits(1024, 1))]
-    assert plans[0].kv_bytes_per_slot - plans[1].kv_bytes_per_slot == 2 * 32 * dims.state_bytes
+    assert plans[0].kv_bytes_per_slot - plans[1].kv_bytes_per_slot == 32 * dims.state_bytes
