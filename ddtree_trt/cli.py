@@ -31,73 +31,47 @@ INTERRUPTED = 130  # as shells report a command that SIGINT ended
 class Commands(TyperGroup):
     """The command group; it reports every exception in one line on stderr and by an exit code."""
 
+    debug = False  # whether errors are shown with their traceback
+
     def invoke(self, ctx: Any) -> Any:
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # while an error of it can be reported
-            return result
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except Exception as error:
-            # Typer's own exceptions, for which `main` or Typer is responsible, and a reader that closed our pipe.
-            if hasattr(error, "exit_code") and not isinstance(error, DDTreeError):
-                raise
-            if isinstance(error, (typer.Abort, BrokenPipeError)):
-                raise
-            if isinstance(error, OSError) and error.errno in _NO_PLACE:
-                raise  # `main` reports it, wherever it happened
-            _report(error, ctx.params.get("debug", False))
+        result = super().invoke(ctx)
+        sys.stdout.flush()  # while an error of it can be reported
+        return result
 
     def main(self, *args: Any, **options: Any) -> Any:
-        code: Any = 1
+        code: Any = 0
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
-        except OSError as error:
-            if error.errno not in _NO_PLACE:
-                raise
-            _report_no_place(error)
-            code = 1
         except Exception as error:
-            # Click's usage errors. Their class is click's or Typer's own copy of it, depending on Typer's version.
-            if not hasattr(error, "format_message"):
-                raise
-            context = getattr(error, "ctx", None)
-            help_hint = f" (see: {context.command_path} --help)" if context else ""
-            terminal.print_error(error.format_message() + help_hint)
-            code = getattr(error, "exit_code", 2)
+            code = self._report(error)
         if not options.get("standalone_mode", True):
             return code
         sys.exit(code if isinstance(code, int) else 0)
 
+    def _report(self, error: Exception) -> int:
+        """The error's exit code, after a line on stderr."""
+        if self.debug:
+            traceback.print_exc()
+        text, code = str(error), getattr(error, "exit_code", 1)
+        if hasattr(error, "format_message"):  # a usage error of click's, or of Typer's own copy of it
+            context = getattr(error, "ctx", None)
+            text = error.format_message() + (f" (see: {context.command_path} --help)" if context else "")
+        elif isinstance(error, OSError) and error.errno in _NO_PLACE:
+            place = f" {error.filename}" if error.filename else ""
+            text = f"cannot write{place}: {error.strerror}; free some space, or write to another place"
+            try:
+                sys.stdout.flush()
+            except OSError:  # what stdout does not take is dropped: Python would try again at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        elif not isinstance(error, DDTreeError):
+            text = f"unexpected {type(error).__name__}: {error} (ddtree-trt --debug shows where; please report it)"
+        terminal.print_error(text)
+        return int(code)
+
 
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-
-
-def _report_no_place(error: OSError) -> None:
-    """One line on stderr. What stdout does not take is dropped: Python would try again at exit."""
-    place = f" {error.filename}" if error.filename else ""
-    terminal.print_error(f"cannot write{place}: {error.strerror}; free some space, or write to another place")
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _report(error: Exception, debug: bool) -> None:
-    """One line on stderr, and the error's exit code."""
-    if debug:
-        traceback.print_exc()
-    if isinstance(error, DDTreeError):
-        terminal.print_error(str(error))
-        raise typer.Exit(error.exit_code)
-    terminal.print_error(
-        f"unexpected {type(error).__name__}: {error} (ddtree-trt --debug shows where; please report it)"
-    )
-    raise typer.Exit(1)
-
-
 app = typer.Typer(
     name="ddtree-trt",
     cls=Commands,
@@ -113,6 +87,7 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
 ) -> None:
+    Commands.debug = debug
     if version:
         print(f"ddtree-trt {__version__}")
         raise typer.Exit()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
@@ -32,6 +34,10 @@ _NEW_DRIVER = (
     f"sudo apt-get install nvidia-driver-{DRIVER}-open, and restart (Ubuntu; others: https://www.nvidia.com/drivers; "
     "in a container the host's driver counts: start it with --gpus all)"
 )
+_OLD_DRIVER = (
+    f"; our kernels carry the runtime of CUDA {CUDA}, which needs driver {DRIVER} or newer, also beside a torch for "
+    "CUDA 12"
+)
 _NVCC = (
     "sudo apt-get install cuda-toolkit-13-0, and put /usr/local/cuda/bin on PATH (NVIDIA's repository: "
     "https://developer.nvidia.com/cuda-downloads)"
@@ -53,8 +59,6 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything `ddtree-trt doctor` prints."""
-
     version: str
     python: str
     platform: str
@@ -85,125 +89,73 @@ def diagnose(survey: Survey | None = None) -> Diagnosis:
         packages=installed_versions(*_PACKAGES),
         cpu=read_cpu(),
         gpus=survey.gpus,
-        checks=(
-            _check_native(),
-            _check_onnxruntime(),
-            _check_gpu(survey),
-            _check_driver(survey),
-            _check_torch(survey),
-            *_check_packages(survey),
-            _check_nvcc(survey),
-            *_check_plugins(survey),
-            *_check_engine(survey.gpus),
-        ),
+        checks=tuple(_checks(survey)),
         backend=choose_backend(survey).reason,
     )
 
 
-def _check_native() -> Check:
+def _checks(survey: Survey) -> Iterator[Check]:
+    gpus = survey.gpus
+
+    def installed(name: str, module: str, use: str, install: str | None) -> Check:
+        versions = survey.versions.get(module, {})
+        return Check(name, bool(versions), _listing(versions) or "not installed", use, install)
+
     spec = importlib.util.find_spec("ddtree_trt._native")
-    install = f"{install_with()} (needs a C++17 compiler)"
-    use = "running any engine: trees and cache compaction in C++"
-    return Check("native module", spec is not None, str(spec.origin) if spec else "not built", use, install)
-
-
-def _check_onnxruntime() -> Check:
+    use, install = "running any engine: trees and cache compaction in C++", f"{install_with()} (needs a C++17 compiler)"
+    yield Check("native module", spec is not None, str(spec.origin) if spec else "not built", use, install)
     versions, name = installed_versions(*_ONNXRUNTIMES), ONNXRUNTIME.name
     use = f"the {name} backend: engines on the CPU"
-    return Check(name, bool(versions), _listing(versions) or "not installed", use, f"pip install {name}")
+    yield Check(name, bool(versions), _listing(versions) or "not installed", use, f"pip install {name}")
 
-
-def _check_gpu(survey: Survey) -> Check:
-    detail = ", ".join(f"{g} with {g.memory}, driver {g.driver}" for g in survey.gpus)
+    detail = ", ".join(f"{g} with {g.memory}, driver {g.driver}" for g in gpus)
     use = "the torch, tensorrt and tensorrt-rtx backends"
-    return Check("NVIDIA GPU", bool(survey.gpus), detail or survey.no_gpu, use, _FOR_ANOTHER)
+    yield Check("NVIDIA GPU", bool(gpus), detail or survey.no_gpu, use, _FOR_ANOTHER)
+    runs, detail = survey.driver_runs(), "no libcuda.so.1"
+    if survey.driver_cuda is not None:
+        detail = f"libcuda.so.1, for CUDA up to {survey.driver_cuda}" + ("" if runs else _OLD_DRIVER)
+    yield Check("CUDA driver", runs, detail, "running anything on the GPU", _NEW_DRIVER if gpus else None)
 
-
-def _check_driver(survey: Survey) -> Check:
-    use, update = "running anything on the GPU", _NEW_DRIVER if survey.gpus else None
-    if survey.driver_cuda is None:
-        return Check("CUDA driver", False, "no libcuda.so.1", use, update)
-    detail = f"libcuda.so.1, for CUDA up to {survey.driver_cuda}"
-    if not survey.driver_runs():
-        detail += (
-            f"; our kernels carry the runtime of CUDA {CUDA}, which needs driver {DRIVER} or newer, also beside a "
-            "torch for CUDA 12"
-        )
-    return Check("CUDA driver", survey.driver_runs(), detail, use, update)
-
-
-def _check_torch(survey: Survey) -> Check:
-    versions = survey.versions.get(TORCH.modules[0], {})
-    for_cpus = bool(versions and survey.gpus and not survey.torch_cuda)
-    detail = (_listing(versions) or "not installed") + (", a build for CPUs" if for_cpus else "")
-    install = _TORCH if for_cpus else install_with(TORCH.extra)
-    return Check(TORCH.name, bool(versions) and not for_cpus, detail, f"the {TORCH.name} backend", install)
-
-
-def _check_packages(survey: Survey) -> tuple[Check, ...]:
-    """NVIDIA's packages. TensorRT builds on its GPU alone, TensorRT for RTX on any machine."""
-    served = not survey.gpus or any(gpu.sm in TENSORRT_RTX.sms for gpu in survey.gpus)
+    # NVIDIA's packages. TensorRT builds on its GPU alone, TensorRT for RTX on any machine. Both extras have CUDA for
+    # Python: it comes by that of the package that is there, else by the one for this GPU.
+    torch = installed(TORCH.name, TORCH.modules[0], f"the {TORCH.name} backend", install_with(TORCH.extra))
+    if torch.found and gpus and not survey.torch_cuda:
+        torch = replace(torch, found=False, detail=f"{torch.detail}, a build for CPUs", next=_TORCH)
+    yield torch
+    full, served = install_with(TENSORRT.extra), not gpus or any(gpu.sm in TENSORRT_RTX.sms for gpu in gpus)
     rtx = install_with(TENSORRT_RTX.extra) if served else None
-    full = install_with(TENSORRT.extra) if survey.gpus else None
-    rows = (
-        (TENSORRT.title, TENSORRT.modules[0], "building and running tensorrt engines", full),
-        (TENSORRT_RTX.title, TENSORRT_RTX.modules[0], _RTX_USE, rtx),
-        ("CUDA for Python", CUDA_PYTHON, "memory and graphs of tensorrt and tensorrt-rtx engines", _cuda(survey, rtx)),
-    )
-    return tuple(
-        Check(name, bool(versions), _listing(versions) or "not installed", use, install)
-        for name, module, use, install in rows
-        for versions in [survey.versions.get(module, {})]
-    )
+    cuda = rtx if rtx and not survey.version(TENSORRT.modules[0]) else full
+    use = "building and running tensorrt engines"
+    yield installed(TENSORRT.title, TENSORRT.modules[0], use, full if gpus else None)
+    yield installed(TENSORRT_RTX.title, TENSORRT_RTX.modules[0], _RTX_USE, rtx)
+    use = "memory and graphs of tensorrt and tensorrt-rtx engines"
+    yield installed("CUDA for Python", CUDA_PYTHON, use, cuda if gpus else None)
 
-
-def _cuda(survey: Survey, rtx: str | None) -> str | None:
-    """Both extras have it: by that of the package that is there, else by the one for this GPU."""
-    if not survey.gpus:
-        return None
-    return rtx if rtx and not survey.version(TENSORRT.modules[0]) else install_with(TENSORRT.extra)
-
-
-def _check_nvcc(survey: Survey) -> Check:
     use = "compiling the CUDA kernels and the plugin library"
-    return Check("nvcc", survey.nvcc is not None, survey.nvcc or "not on PATH", use, _NVCC if survey.gpus else None)
-
-
-def _check_plugins(survey: Survey) -> tuple[Check, ...]:
-    """Whether each native library is built, with the ABI of this version."""
-    uses = {
-        library.PLUGINS: "tree attention and cache compaction in tensorrt engines",
-        library.TORCH: "tree attention and cache compaction in the torch backend",
-    }
-    build = library.BUILD_HINT if survey.gpus else None
-    return tuple(
-        Check(name, name in survey.libraries, _library_detail(name, name in survey.libraries), use, build)
-        for name, use in uses.items()
-    )
+    yield Check("nvcc", survey.nvcc is not None, survey.nvcc or "not on PATH", use, _NVCC if gpus else None)
+    for library_name, where in ((library.PLUGINS, "tensorrt engines"), (library.TORCH, "the torch backend")):
+        use, found = f"tree attention and cache compaction in {where}", library_name in survey.libraries
+        detail = _library_detail(library_name, found)
+        yield Check(library_name, found, detail, use, library.BUILD_HINT if gpus else None)
+    with suppress(ArtifactError):  # no engine
+        yield _check_engine(newest_engine(), gpus)
 
 
 def _library_detail(name: str, current: bool) -> str:
     path = library.library_path(name)
-    if current:
-        return f"{path}, plugin ABI {ABI}"
-    if not path.is_file():
+    if not (current or path.is_file()):
         return "not built"
-    abi = library.abi_of(path) if path.stat().st_size else None
-    return f"{path}, plugin ABI {abi}, this version needs {ABI}"
+    return f"{path}, plugin ABI {ABI if current else f'{library.abi_of(path)}, this version needs {ABI}'}"
 
 
-def _check_engine(gpus: tuple[Gpu, ...]) -> tuple[Check, ...]:
-    """Whether the newest engine under `engines/` fits into the memory it would run in; nothing where there is none."""
-    try:
-        directory = newest_engine()
-        plan = plan_manifest(load_manifest(directory))
-    except ArtifactError:
-        return ()
+def _check_engine(directory: Path, gpus: tuple[Gpu, ...]) -> Check:
+    """Whether an engine fits into the memory it would run in."""
+    plan = plan_manifest(load_manifest(directory))
     available = available_bytes(plan.place, gpus)
     found = f"{available / 1e9:.1f} GB are there" if available else "no GPU whose memory is known"
     detail = f"{directory} takes about {plan.total_bytes / 1e9:.2f} GB on the {plan.place}; {found}"
     fits = available is not None and plan.total_bytes <= available
-    return (Check("newest engine", fits, detail, "ddtree-trt run without naming an engine"),)
+    return Check("newest engine", fits, detail, "ddtree-trt run without naming an engine")
 
 
 def _listing(versions: Mapping[str, str]) -> str:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import reprlib
-from itertools import islice
-from typing import Any
 
 SHOWN_CHARACTERS = 200
 
@@ -45,37 +43,18 @@ class MissingDependency(DDTreeError):
 
 
 class Shown(reprlib.Repr):
-    """Values in messages: `reprlib` without the parts whose time grows with the value, or which can fail (it writes
-    whole integers, and sorts values that have no order)."""
+    """Values in messages: `reprlib`, of at most `longest` characters, and of what cannot be shown the type."""
 
     def __init__(self, longest: int = SHOWN_CHARACTERS) -> None:
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = self.longest = longest
 
     def __call__(self, value: object) -> str:
-        """The value as `repr` writes it, in at most `longest` characters and a time that does not grow with it."""
         try:
             text = self.repr(value)
-        except Exception:  # the value's own `__repr__`
-            text = f"a {type(value).__name__}"
+        except Exception:  # the value's own `__repr__`, or that of a number of thousands of digits
+            text = f"a value of type {type(value).__name__}"
         return text if len(text) <= self.longest else text[: self.longest - 3] + "..."
-
-    def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() <= 1024:
-            return repr(x)
-        return f"an integer of about {int(x.bit_length() * 0.30103) + 1} digits"
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        if level <= 0 and x:
-            return "{...}"
-        pieces = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
-        return "{" + ", ".join(pieces + ["..."] * (len(x) > self.maxdict)) + "}"
-
-    def repr_set(self, x: set[Any], level: int) -> str:
-        return f"a set of {len(x)}"
-
-    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
-        return f"a set of {len(x)}"
 
 
 shown = Shown()  # a caller's value for an error message

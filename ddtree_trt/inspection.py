@@ -19,8 +19,6 @@ from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine is, takes and can do."""
-
     directory: str
     manifest: Manifest
     memory: MemoryPlan
@@ -37,24 +35,20 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
     """Read an engine's manifest and verify every file of it. Raises ArtifactError."""
     manifest = load_manifest(directory)
     verify_files(directory, manifest, progress)
+    problem = None
+    if BACKENDS[manifest.backend].plans:
+        from ddtree_trt.runtime.engines.tensorrt.opening import check_machine
+
+        try:
+            check_machine(directory, manifest)
+        except DDTreeError as error:
+            problem = str(error)
     return EngineReport(
         directory=str(directory),
         manifest=manifest,
         memory=plan_manifest(manifest),
-        problem=_problem(directory, manifest),
+        problem=problem,
         total_bytes=sum(entry.size for entry in manifest.files.values()),
         has_profile=(directory / artifact.PROFILE).is_file(),
         no_device_rounds=engine_host_reason(manifest),
     )
-
-
-def _problem(directory: Path, manifest: Manifest) -> str | None:
-    if not BACKENDS[manifest.backend].plans:
-        return None
-    from ddtree_trt.runtime.engines.tensorrt.opening import check_machine
-
-    try:
-        check_machine(directory, manifest)
-    except DDTreeError as error:
-        return str(error)
-    return None

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import stat
 import typing
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from ddtree_trt.errors import shown as shown_python
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
     from pydantic_core import CoreSchema, ErrorDetails
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
@@ -61,6 +60,13 @@ def printable(text: str) -> str:
 # What narrows a type
 
 
+def _must_be(words: str, schema: CoreSchema) -> CoreSchema:
+    from pydantic_core import core_schema
+
+    text = words.replace("{", "(").replace("}", ")")
+    return core_schema.custom_error_schema(schema, "expected", custom_error_message=f"must be {text}")
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a value must be, in words, for a type whose own error would say less."""
@@ -68,10 +74,7 @@ class Expected:
     words: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        text = self.words.replace("{", "(").replace("}", ")")
-        return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=f"must be {text}")
+        return _must_be(self.words, handler(source))
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,8 @@ class Between:
         return " to ".join(str(n) if isinstance(n, int) else f"{n:g}" for n in (self.lowest, self.highest))
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        bounded = Expected(f"{_NAMES[f'{source.__name__}_type']} from {self}")
         schema: Any = {**handler(source), "ge": self.lowest, "le": self.highest}
-        return bounded.__get_pydantic_core_schema__(source, lambda _: schema)  # type: ignore[arg-type]
+        return _must_be(f"{_NAMES[f'{source.__name__}_type']} from {self}", schema)
 
 
 @dataclass(frozen=True)
@@ -124,16 +126,11 @@ class Pattern:
     meaning: str  # for the message
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        matched = After(self._check)
-        return Expected(self.meaning).__get_pydantic_core_schema__(
-            source,
-            lambda _: matched.__get_pydantic_core_schema__(source, handler),  # type: ignore[arg-type]
-        )
+        from pydantic_core import core_schema
 
-    def _check(self, text: str) -> str:
-        if not re.fullmatch(self.expression, text):
-            raise ValueError
-        return text
+        # Python's expressions, not pydantic's own, which has no \Z.
+        schema = core_schema.str_schema(pattern=rf"^(?:{self.expression})\Z", regex_engine="python-re", strict=True)
+        return _must_be(self.meaning, schema)
 
 
 # Errors
@@ -231,24 +228,20 @@ def check_fields(record: DataclassInstance, within: str = "") -> None:
     try:
         (values,) = _adapter(_fields_of(type(record))).validate_python((record.__dict__,))
     except ValidationError as error:
-        raise usage_error(error, within) from None
+        first = error.errors(include_url=False)[0]
+        raised = first.get("ctx", {}).get("error")
+        if isinstance(raised, UsageError):  # by a function over a value
+            raise raised from None
+        problem = problem_of(first, shown_python, "not")
+        raise UsageError(f"{within}{place_of(first['loc'][1:])} {problem}") from None
     record.__dict__.update(values)
-
-
-def usage_error(error: ValidationError, within: str = "") -> UsageError:
-    """The first of pydantic's errors over a record in one line; one that a function raised stays."""
-    first = error.errors(include_url=False)[0]
-    raised = first.get("ctx", {}).get("error")
-    if isinstance(raised, UsageError):
-        return raised
-    place = place_of(first["loc"][1:])
-    return UsageError(f"{within}{place} {problem_of(first, shown_python, 'not')}")
 
 
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The content of a JSON file in UTF-8 of at most `max_bytes`. Raises the source's error."""
     try:
-        with open(path, "rb", opener=_open_without_blocking) as file:
+        # Opening a pipe would wait for its writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise source.fault("it is not a regular file")
             data = file.read(max_bytes + 1)
@@ -259,13 +252,7 @@ def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) ->
     return parse_json(data, source)
 
 
-def _open_without_blocking(path: str, flags: int) -> int:
-    """Open without blocking: opening a pipe would wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-
 def read_object(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """`read_json` of a file that holds an object."""
     data = read_json(path, source, max_bytes=max_bytes)
     if not isinstance(data, dict):
         raise source.fault(f"it is not a JSON object but {shown(data)}")
@@ -326,7 +313,6 @@ class Fields:
         return read_value(kind, self.data[name], self.source, self.place(name))
 
     def place(self, name: str) -> str:
-        """The full name of an entry."""
         return _join(self.path, name)
 
     def integer(self, name: str, within: Between, default: int = _REQUIRED) -> int:
@@ -350,7 +336,6 @@ class Fields:
         return Fields(self.optional(name, dict[str, Any]) or {}, self.source, self.place(name))
 
     def has(self, name: str) -> bool:
-        """Whether the entry is present and not null."""
         return self.data.get(name) is not None
 
     def fault(self, name: str, problem: str) -> DDTreeError:

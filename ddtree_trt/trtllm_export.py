@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -46,8 +45,7 @@ _TEMPLATE = """\
 """
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A checkpoint by the name that TensorRT-LLM loads it by."""
 
     name: str  # an absolute path, or a repository of the Hugging Face hub
@@ -107,7 +105,6 @@ def settings(manifest: Manifest, target: Model, drafter: Model) -> dict[str, Any
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings without speculation."""
     return {name: value for name, value in config.items() if name != SPECULATIVE}
 
 

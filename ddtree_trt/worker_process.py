@@ -1,32 +1,60 @@
-"""A process that does one kind of work for this one, a request at a time, and is killed when its time is up.
+"""A process that does one kind of work for this one, a request at a time, within limits of time and memory.
 
-Neither a thread nor a call into a library can be stopped from within the interpreter; a process can.
+Neither a thread nor a call into a library can be stopped from within the interpreter. A process can: the kernel ends it
+when a request has used what it may, and the next request starts another.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ddtree_trt.errors import EngineError, shown
+from ddtree_trt.errors import EngineError
 
-_START_S = 120.0  # for the process to finish its imports on a busy machine
-_ERROR_BYTES = 4096  # read from the end of the stderr of a process that did not start
+Work = Callable[[Any], dict[str, Any]]  # a request → its answer, both of what JSON can hold
+
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 _PACKAGES = str(Path(__file__).resolve().parent.parent)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one request."""
+
+    cpu_seconds: float
+    memory_bytes: int  # beyond the memory of the process before it
+    stack_bytes: int | None = None
+
+    def reached(self, code: int) -> str | None:
+        """The limit that ended a process, by its exit code, as what a request does."""
+        if code == -signal.SIGPROF:
+            return f"takes more than {self.cpu_seconds:g} s of a processor"
+        if code == -signal.SIGABRT:
+            return f"needs more than the {self.memory_bytes >> 20} MiB allowed"
+        if code in (-signal.SIGSEGV, -signal.SIGBUS):
+            return f"goes too deep, or is too large (signal {-code})"
+        return None
+
+
+class LimitReached(Exception):
+    """A request came to a limit; the text says what it does."""
+
+
 def isolated(code: str, *arguments: str) -> list[str]:
     """The command that runs `code` with `arguments` as `sys.argv[1:]`, in a process that uses this one's packages and
-    nothing of its directory or variables. Raises EngineError where Python's own program is
-    not known."""
+    nothing of its directory or variables. Raises EngineError where Python's own program is not known."""
     if not sys.executable:
         raise EngineError("sys.executable is not set, so no process of this Python can be started")
     # '' is the working directory. Isolation drops import hooks of the user's site, one of which may have found us.
@@ -35,22 +63,19 @@ def isolated(code: str, *arguments: str) -> list[str]:
 
 
 class WorkerProcess:
-    """A process started and restarted when it is needed, with a line of JSON for each request and each answer.
-
-    Its first answer says that it is ready; one with "last" is its last. Thread-safe: requests wait for each other.
-    """
+    """A process started and restarted when it is needed, with a line of JSON for each request and each answer; it exits
+    when its input ends. Thread-safe: requests wait for each other."""
 
     _process: subprocess.Popen[bytes] | None
-    _errors: BinaryIO | None  # stderr of the process until it is ready
     _ready: bool
 
-    def __init__(self, module: str, argument: str, cannot: str, greeting: bytes = b"") -> None:
-        """The process runs `main` of `module` with `argument`, and reads the line `greeting` before it is ready.
-        `cannot`: the beginning of errors about the process itself."""
-        self._module = module
-        self._argument = argument
+    def __init__(self, work: str, limits: Limits, cannot: str, argument: Any = None) -> None:
+        """`work`: "module:function", which gets the `argument`, and returns the `Work` of all requests. `cannot`: the
+        beginning of errors about the process itself."""
+        self._work = work
+        self._limits = limits
         self._cannot = cannot
-        self._greeting = greeting
+        self._argument = argument
         self._reset_after_fork()
 
     def start(self) -> None:
@@ -61,118 +86,122 @@ class WorkerProcess:
     def wait(self) -> None:
         """Wait until the process is ready. Raises EngineError where it cannot be started."""
         with self._lock:
-            self._ready_process()
+            self._make_ready()
 
-    def ask(self, request: bytes, seconds: float, most_bytes: int) -> dict[str, Any]:
-        """The answer, a line of at most `most_bytes`, to a request, a line of JSON.
-
-        Raises TimeoutError, after which the process is another, and EngineError where it cannot be started or ends.
-        """
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """The answer to a request, JSON in one line. Raises LimitReached, and EngineError where the process cannot be
+        started or ends for another reason."""
         with self._lock:
-            return self._parse_answer(self._exchange(self._ready_process(), request, seconds, most_bytes))
+            return self._exchange(self._make_ready(), request)
 
     def close(self) -> None:
         with self._lock:
             self._stop()
 
-    def _ready_process(self) -> subprocess.Popen[bytes]:
+    def _make_ready(self) -> subprocess.Popen[bytes]:
         process = self._start()
         if not self._ready:
-            try:
-                line = self._exchange(process, self._greeting, _START_S, 1 << 16)
-            except TimeoutError:
-                raise EngineError(f"{self._cannot}: no process in {_START_S:g} s") from None
-            self._parse_answer(line)
+            answer = self._exchange(process, json.dumps(self._argument).encode())
+            if "error" in answer:
+                self._stop()
+                raise EngineError(f"{self._cannot}: {answer['error']}")
             self._ready = True
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, seconds: float, most_bytes: int) -> bytes:
-        """The line that follows a request; empty where the process has ended or wrote more than `most_bytes`. Raises
-        TimeoutError. A pending answer must not be read by the next call, so what ends this ends the process."""
+    def _exchange(self, process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        killer = threading.Timer(seconds, end)
-        killer.daemon = True
-        killer.start()
         try:
             with suppress(BrokenPipeError):
-                process.stdin.write(request)
+                process.stdin.write(request + b"\n")
                 process.stdin.flush()
-            line = process.stdout.readline(most_bytes + 1)
-            if late.is_set():
-                raise TimeoutError
-        except BaseException:  # too late, or Ctrl-C
+            line = process.stdout.readline()
+        except BaseException:  # at Ctrl-C too: the next call must not read this one's answer
             self._stop()
             raise
-        finally:
-            killer.cancel()
-        return line if line.endswith(b"\n") else b""
-
-    def _parse_answer(self, line: bytes) -> dict[str, Any]:
-        """The process's answer. Where it is the last one, or missing, the next call starts another process."""
-        answer: dict[str, Any] = json.loads(line) if line else {"last": True}
-        if answer.get("last"):
-            starting, stderr = not self._ready, self._last_error_line()
-            code = self._stop()
-            if starting:
-                reason = answer.get("error") or f"exit code {code}{stderr and f': {stderr}'}"
-                raise EngineError(f"{self._cannot}: {reason}")
-            if "error" not in answer:
-                raise EngineError(f"{self._cannot}: their process ended with code {code}; try again")
-        return answer
+        if line.endswith(b"\n"):
+            return dict(json.loads(line))
+        limit, code = self._ready, self._stop()
+        if limit and (reached := self._limits.reached(code)):
+            raise LimitReached(reached)
+        raise EngineError(f"{self._cannot}: their process ended with code {code}; try again")
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
         try:
-            command = isolated(f"from {self._module} import main; main()", self._argument)
-            self._errors = os.fdopen(os.memfd_create("stderr"), "w+b")  # a pipe would fill up
+            limits = json.dumps(asdict(self._limits))
+            command = isolated("from ddtree_trt.worker_process import main; main()", self._work, limits)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=subprocess.DEVNULL,
                 env={**os.environ, **_ONE_THREAD},
                 start_new_session=True,  # Ctrl-C in a terminal must reach this process only
             )
         except EngineError as error:
             raise EngineError(f"{self._cannot}: {error}") from error
         except OSError as error:
-            self._stop()
             raise EngineError(f"{self._cannot}: {command[0]} does not start: {error}") from error
         return self._process
 
-    def _last_error_line(self) -> str:
-        if self._errors is None:
-            return ""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return shown(lines[-1])[1:-1] if lines else ""
-
-    def _stop(self) -> int | None:
+    def _stop(self) -> int:
         """Kill the process; returns its exit code."""
-        process, errors = self._process, self._errors
-        self._reset()
-        if errors is not None:
-            errors.close()
+        process, self._process, self._ready = self._process, None, False
         if process is None:
-            return None
+            return 0
         process.kill()
         with suppress(BrokenPipeError):
             process.communicate()
         return process.returncode
 
-    def _reset(self) -> None:
-        self._process = self._errors = None
-        self._ready = False
-
     def _reset_after_fork(self) -> None:
         """Drop the process in a forked child: it belongs to the parent."""
         self._lock = threading.Lock()
-        self._reset()
+        self._process, self._ready = None, False
+
+
+# In the process.
+
+
+def main() -> None:
+    module, _, name = sys.argv[1].partition(":")
+    limits = Limits(**json.loads(sys.argv[2]))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # only answers go to stdout
+
+    def send(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+    argument = json.loads(requests.readline())
+    try:
+        work: Work = getattr(importlib.import_module(module), name)(argument)
+    except Exception as error:
+        send({"error": f"{type(error).__name__}: {error}"})
+        return
+    limit(resource.RLIMIT_CORE, 0)
+    if limits.stack_bytes is not None:
+        limit(resource.RLIMIT_STACK, limits.stack_bytes)
+    send({})
+    for line in requests:
+        if sys.platform == "linux":  # macOS has the limit and does not hold a process to it
+            limit(resource.RLIMIT_AS, _mapped_bytes() + limits.memory_bytes)
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+        try:
+            send(work(json.loads(line)))
+        except MemoryError:
+            os.abort()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def limit(kind: int, most: int) -> None:
+    """Set a limit of this process, at most its hard limit, which is not changed."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _mapped_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -176,7 +176,12 @@ class TritonServer:
         """Ids of models' processes that still run some time after the server has ended."""
         assert self._process is not None
         for _ in range(int(_LEAVING_TIMEOUT_S / _POLL_S)):
-            left = _processes_of_group(self._process.pid)
+            left = []
+            for path in Path("/proc").glob("[0-9]*/stat"):
+                with contextlib.suppress(OSError):  # ended meanwhile
+                    state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+                    if int(group) == self._process.pid and state != "Z":  # a zombie has ended
+                        left.append(int(path.parent.name))
             if not left:
                 break
             time.sleep(_POLL_S)
@@ -232,17 +237,6 @@ class TritonServer:
         libraries = [str(wheel.parents[1] / "nvidia_pytriton.libs"), str(library.parent)]
         environment["LD_LIBRARY_PATH"] = ":".join([*libraries, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
         return command, environment
-
-
-def _processes_of_group(group: int) -> list[int]:
-    """Ids of the processes of a group, without those that have ended (zombies)."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(of_group) == group and state != "Z":
-                found.append(int(path.parent.name))
-    return found
 
 
 def _die_with_parent() -> None:

@@ -10,7 +10,7 @@ choice of samples is theirs too: a shuffle with seed 0, then the first so many.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,11 +36,6 @@ class PaperSet:
     turns: str | Callable[[Row], list[str]]  # a row's user messages; of one its text, with the columns' names in braces
     config: str | None = None
     files: tuple[str, ...] = ()  # JSON files to read where the repository needs a loading script
-
-
-def _alpaca(row: Row) -> list[str]:
-    context = f"\n\nInput:\n{row['input']}" if row["input"] else ""
-    return [row["instruction"] + context]
 
 
 def _livecodebench(row: Row) -> list[str]:
@@ -74,7 +69,10 @@ _SETS = (
     PaperSet("livecodebench", 128, "livecodebench/code_generation_lite", "test", _livecodebench, files=_LCB_FILES),
     PaperSet("swe-bench", 128, "princeton-nlp/SWE-bench_Lite", "test", _SWE_BENCH),
     PaperSet("mt-bench", 80, "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"])),
-    PaperSet("alpaca", 128, "tatsu-lab/alpaca", "train", _alpaca),
+    PaperSet(
+        *("alpaca", 128, "tatsu-lab/alpaca", "train"),
+        lambda row: [row["instruction"] + (f"\n\nInput:\n{row['input']}" if row["input"] else "")],
+    ),
 )
 PAPER_SETS: Mapping[str, PaperSet] = {s.name: s for s in _SETS}
 
@@ -89,19 +87,20 @@ def load_turns(name: str, copy: Path | None = None, limit: int | None = None) ->
     if name not in PAPER_SETS:
         raise UsageError(f"unknown dataset {name!r}; known are {', '.join(PAPER_SETS)}")
     dataset = PAPER_SETS[name]
-    rows = _read_copy(copy) if copy is not None else _download(dataset)
-    turns, chosen = dataset.turns, [rows[int(i)] for i in _choose(len(rows), limit or dataset.samples)]
+    base = f"https://huggingface.co/datasets/{dataset.repository}/resolve/main"
+    if copy is not None:
+        rows = _read_copy(copy)
+    elif dataset.files:
+        rows = _load_dataset("json", data_files=[f"{base}/{file}" for file in dataset.files], split="train")
+    else:
+        rows = _load_dataset(dataset.repository, dataset.config, split=dataset.split)
+    # All in order where there are no more, else as `datasets` shuffles them.
+    count, shuffled = limit or dataset.samples, np.random.default_rng(SHUFFLE_SEED).permutation(len(rows))
+    turns, chosen = dataset.turns, rows if len(rows) <= count else [rows[int(i)] for i in shuffled[:count]]
     try:
         return [[turns.format_map(row)] if isinstance(turns, str) else turns(row) for row in chosen]
     except KeyError as error:
         raise UsageError(f"{copy or dataset.repository} is not {name}: it has no column {error}") from error
-
-
-def _choose(rows: int, count: int) -> Iterable[int]:
-    """Indices of the chosen rows: all in order when there are at most `count`, else as `datasets` shuffles them."""
-    if rows <= count:
-        return range(rows)
-    return np.random.default_rng(SHUFFLE_SEED).permutation(rows)[:count]
 
 
 def _read_copy(path: Path) -> Sequence[Row]:
@@ -114,13 +113,6 @@ def _read_copy(path: Path) -> Sequence[Row]:
         return json.loads(text) if path.suffix == ".json" else [json.loads(s) for s in text.splitlines() if s.strip()]
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path} as JSON, JSON Lines or Parquet: {error}") from error
-
-
-def _download(dataset: PaperSet) -> Sequence[Row]:
-    if dataset.files:
-        base = f"https://huggingface.co/datasets/{dataset.repository}/resolve/main"
-        return _load_dataset("json", data_files=[f"{base}/{file}" for file in dataset.files], split="train")
-    return _load_dataset(dataset.repository, dataset.config, split=dataset.split)
 
 
 def _load_dataset(path: str, *args: Any, **options: Any) -> Sequence[Row]:

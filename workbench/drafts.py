@@ -21,7 +21,7 @@ from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
+from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree, best_tree, descend
 from ddtree_trt.terminal.printing import progress_bars
@@ -67,16 +67,12 @@ def record(
         for place, token in enumerate(said[:-1], len(prompt)):
             for begin in range(engine.length(0), place, chunk):
                 engine.prefill(0, ids[begin : min(begin + chunk, place)], rows="none", taps=True)
-            (draft,) = engine.draft([DraftRequest(0, token, top_k, length, _draws_nothing)])
+            (draft,) = engine.draft([DraftRequest(0, token, top_k, length)])
             drafts.append(draft.candidates)
         engine.truncate(0, 0)
         found.append(Text(tuple(said), tuple(drafts)))
     progress("record drafts", len(prompts), len(prompts))
     return found
-
-
-def _draws_nothing(*_: object) -> DrawnFrom:
-    raise AssertionError("a drafter of trees draws nothing")
 
 
 def save(texts: Sequence[Text], path: Path) -> None:

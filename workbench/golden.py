@@ -83,17 +83,6 @@ def crop(cache: Any, length: int, native: Any = DynamicCache.crop) -> None:
         native(cache, -excess)
 
 
-def choose_prompts(path: Path) -> list[Record]:
-    """PROMPTS of the file's lines, divided among its domains and evenly spaced within each."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    domains = list(dict.fromkeys(row["domain"] for row in rows))
-    chosen = []
-    for i, domain in enumerate(domains):
-        own, share = [row for row in rows if row["domain"] == domain], len(range(i, PROMPTS, len(domains)))
-        chosen += [{"domain": domain, "prompt": own[j * len(own) // share]["prompt"]} for j in range(share)]
-    return chosen
-
-
 class Reference:
     """The pair under the published loops, in one precision, at temperature 0."""
 
@@ -156,17 +145,6 @@ def record(modules: tuple[ModuleType, ModuleType], prompts: list[Record]) -> tup
     return {"block_size": block, "eos_token_id": eos, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.0}, traces
 
 
-def one_per_line(document: Record) -> str:
-    """JSON whose lists take one line an item, so that a diff shows the cases that changed."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, list):
-            return "[\n    " + ",\n    ".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n  ]"
-        return json.dumps(value)
-
-    return "{\n" + ",\n".join(f'  "{key}": {text(value)}' for key, value in document.items()) + "\n}\n"
-
-
 def main(reference: Annotated[Path, typer.Option(help=f"a checkout of {REPOSITORY}")], output: Output = OUTPUT) -> None:
     modules = import_published(reference)
     commit = subprocess.check_output(
@@ -174,7 +152,12 @@ def main(reference: Annotated[Path, typer.Option(help=f"a checkout of {REPOSITOR
     )
     torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
     transformers.utils.logging.disable_progress_bar()
-    prompts = choose_prompts(PAIR / "prompts.jsonl")
+    # PROMPTS of the lines, divided among the domains and evenly spaced within each.
+    rows = [json.loads(line) for line in (PAIR / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    domains, prompts = list(dict.fromkeys(row["domain"] for row in rows)), list[Record]()
+    for i, domain in enumerate(domains):
+        own, share = [row for row in rows if row["domain"] == domain], len(range(i, PROMPTS, len(domains)))
+        prompts += [{"domain": domain, "prompt": own[j * len(own) // share]["prompt"]} for j in range(share)]
     with patch.object(DynamicCache, "crop", crop), patch.object(torch.cuda, "synchronize", lambda *_: None):
         settings, traces = record(modules, prompts)
     command = "python -m workbench golden --reference ../ddtree"
@@ -191,7 +174,12 @@ def main(reference: Annotated[Path, typer.Option(help=f"a checkout of {REPOSITOR
         "prompts": prompts,
         "traces": traces,
     }
-    output.write_text(one_per_line(document), encoding="utf-8")
+    lines = []  # lists take one line an item, so that a diff shows the cases that changed
+    for key, value in document.items():
+        items = [json.dumps(item, ensure_ascii=False) for item in value] if isinstance(value, list) else []
+        text = "[\n    " + ",\n    ".join(items) + "\n  ]" if items else json.dumps(value)
+        lines.append(f'  "{key}": {text}')
+    output.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     for method, budget in dict.fromkeys((t["method"], t["budget"]) for t in traces):
         own = [t for t in traces if (t["method"], t["budget"]) == (method, budget)]
         rounds, tokens = (sum(f(t["acceptance_lengths"]) for t in own) for f in (len, sum))

@@ -84,7 +84,8 @@ class ReadyEngine:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
-    draftable_length = length
+    def draftable(self, slot: int, length: int) -> int:
+        return length
 
     def unseen(self, slot: int) -> int:
         return 0
@@ -129,23 +130,21 @@ class ReadyRounds:
         self._launched.append(requests)
 
     def read(self) -> FinishedRound:
-        results = [RoundResult(r, *self._made_of(r.budget, r.looks)) for r in self._launched.popleft()]
-        for result in results:
-            self._engine.commit(result.request.slot, np.array(result.tokens), taps=True)
+        results = []
+        for request in self._launched.popleft():
+            if (key := (request.budget, request.looks)) not in self._made:
+                more = best_tree(self._engine.ready.candidates, 2 * request.budget)
+                tree = more.cut(request.budget)
+                choices = self._engine.choices[np.append(0, tree.depths)]
+                path = walk(tree, choices)
+                drafted = (tree, more, path) if request.looks and request.budget else None
+                self._made[key] = choices[path].tolist(), len(tree), drafted
+            results.append(RoundResult(request, *self._made[key]))
+            self._engine.commit(request.slot, np.array(results[-1].tokens), taps=True)
         return FinishedRound(results, 0.002, 0.007)
 
     def leave(self, slot: int) -> None:
         """Nothing is known of slots."""
-
-    def _made_of(self, budget: int, looks: bool) -> tuple[list[int], int, Any]:
-        if (budget, looks) not in self._made:
-            more = best_tree(self._engine.ready.candidates, 2 * budget)
-            tree = more.cut(budget)
-            choices = self._engine.choices[np.append(0, tree.depths)]
-            path = walk(tree, choices)
-            drafted = (tree, more, path) if looks and budget else None
-            self._made[budget, looks] = choices[path].tolist(), len(tree), drafted
-        return self._made[budget, looks]
 
 
 class ReadyCosts(Costs):

@@ -168,7 +168,7 @@ def _advance(slot: _Slot, drafted: DraftTree, nodes: int, decision: Decision | N
     def learn() -> None:
         if isinstance(budget, AutoBudget) and decision is not None:
             if late and decision.drafted:
-                budget.weigh(drafted, min(left - 1, budget.shared.max_depth))
+                budget.weigh(drafted, min(left - 1, budget.shared.max_depth), decision.probe)
             budget.observe(decision, verified, path, ends=ends)
 
     slot.unread = learn if late else lambda: None

@@ -20,7 +20,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -225,15 +225,11 @@ class LoadResult:
 def figures(run: Run) -> dict[str, Any]:
     return {
         "level": asdict(run.level),
-        "method": run.method,
-        "seconds": run.seconds,
         "answered": len(run.answered),
-        "errors": run.errors,
         "output_tokens_per_s": run.tokens_per_s,
         "requests_per_s": len(run.answered) / run.seconds,
-        "acceptance_length": run.acceptance_length,
-        "longest_gap_s": run.longest_gap_s,
-        "chunk_s": run.chunk_s,
+        **{name: getattr(run, name) for name in ("method", "seconds", "errors", "chunk_s")},
+        **{name: getattr(run, name) for name in ("acceptance_length", "longest_gap_s")},
         **{name: run.latency(name) for name in LATENCIES},
     }
 
@@ -252,28 +248,26 @@ def text(result: LoadResult) -> str:
         ),
         *(f"{r.level}, {r.method}: {count} × {error}" for r in result.runs for error, count in r.errors.items()),
     ]
-    rows = table(["load", "method", *_FIGURES], _lines(result))
-    return "\n".join([*rows, "", LEGEND, "", *(f"- {note}" for note in notes), ""])
+    baseline, lines = {run.level: run.tokens_per_s for run in result.runs if run.method == "ar"}, []
 
+    def milliseconds(times: tuple[float, ...] | None, digits: int) -> str:
+        return "–" if times is None else " / ".join(f"{1000 * value:.{digits}f}" for value in times)
 
-def _lines(result: LoadResult) -> Iterable[list[str]]:
-    baseline = {run.level: run.tokens_per_s for run in result.runs if run.method == "ar"}
     for run in result.runs:
         length, base = run.acceptance_length, baseline.get(run.level)
-        yield [
+        cells = [
             str(run.level),
             run.method,
             f"{run.tokens_per_s:.0f}",
             "–" if not base else f"{run.tokens_per_s / base:.2f}×",
             f"{len(run.answered) / run.seconds:.2f}",
-            *(_milliseconds(run.latency(name), digits) for name, digits in zip(LATENCIES, (0, 2, 0, 0), strict=True)),
+            *(milliseconds(run.latency(name), 2 if name == "per_token_s" else 0) for name in LATENCIES),
             "–" if length is None else f"{length:.2f}",
             f"{len(run.answered)}/{len(run.sent)}",
         ]
-
-
-def _milliseconds(times: tuple[float, ...] | None, digits: int) -> str:
-    return "–" if times is None else " / ".join(f"{1000 * value:.{digits}f}" for value in times)
+        lines.append(cells)
+    rows = table(["load", "method", *_FIGURES], lines)
+    return "\n".join([*rows, "", LEGEND, "", *(f"- {note}" for note in notes), ""])
 
 
 DEFAULT_METHOD, BASELINE = "default", "ar"

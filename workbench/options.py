@@ -71,15 +71,6 @@ def bare_manifest(
     """Of a pair without checkpoints, files and stop tokens; for ONNX Runtime in fp32 where `others` do not say it."""
     fields: dict[str, Any] = {key: {} for key in ("chat_template_args", "toolchain", "tensors", "files")}
     fields |= {"backend": "onnxruntime", "precision": "fp32", "stop_token_ids": (), "build_seconds": 0.0} | others
-    return Manifest(
-        schema_version=SCHEMA_VERSION,
-        product_version=__version__,
-        name=name,
-        target=_NO_CHECKPOINT,
-        drafter=_NO_CHECKPOINT,
-        drafter_kind=kind_of(drafter).name,
-        target_dims=target,
-        drafter_dims=drafter,
-        limits=limits,
-        **fields,
-    )
+    fields |= {"schema_version": SCHEMA_VERSION, "product_version": __version__, "name": name, "limits": limits}
+    fields |= {"target": _NO_CHECKPOINT, "drafter": _NO_CHECKPOINT, "drafter_kind": kind_of(drafter).name}
+    return Manifest(target_dims=target, drafter_dims=drafter, **fields)

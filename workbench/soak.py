@@ -123,10 +123,6 @@ async def _figures(client: httpx.AsyncClient) -> dict[str, float]:
     return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
 
-def _busy(figures: dict[str, float]) -> float:
-    return figures["vllm:num_requests_running"] + figures["vllm:num_requests_waiting"]
-
-
 async def load(url: str, concurrency: int, seconds: float, prompts: Sequence[str], seed: int) -> Report:
     """The report on a server at `url` under load."""
     limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
@@ -165,7 +161,8 @@ async def load(url: str, concurrency: int, seconds: float, prompts: Sequence[str
         with suppress(asyncio.CancelledError):
             await watching
         for _ in range(600):  # a minute, and more on a busy machine
-            report.left = _busy(after := await _figures(client))
+            after = await _figures(client)
+            report.left = after["vllm:num_requests_running"] + after["vllm:num_requests_waiting"]
             if not report.left:
                 break
             await asyncio.sleep(0.1)

@@ -51,7 +51,6 @@ class Backend:
         return f"{'.'.join(map(str, lowest))} or newer below {below[0]}"
 
     def serves_release(self, version: str) -> bool:
-        """Whether the API of this release of the library is the one used here."""
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
         return self.releases is None or self.releases[0] <= numbers < self.releases[1]
 

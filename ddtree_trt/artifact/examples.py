@@ -12,8 +12,6 @@ from ddtree_trt.reading import Source, read_json, read_record
 
 @dataclass(frozen=True)
 class Examples:
-    """The content of an engine's file of examples."""
-
     prompts: tuple[str, ...]  # a user's messages that the engine answers well
     knows: str | None = None  # the only kinds of prompts that the model was trained on; None: a model for any text
 

@@ -89,8 +89,6 @@ class CheckpointIdentity:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and digest of a file of the engine."""
-
     size: Annotated[int, _BYTES]
     sha256: Annotated[str, _SHA256]
 
@@ -127,7 +125,6 @@ class Manifest:
 
     @property
     def drafting(self) -> DrafterKind:
-        """What the engine's drafter needs and offers."""
         return kind_of(self.drafter_dims)
 
     @property
@@ -150,18 +147,10 @@ def _body_digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def parse_manifest(text: str, where: str) -> Manifest:
-    """The `Manifest` in a JSON text, which messages call `where`. Raises ArtifactError that names the wrong field."""
-    source = _source(where)
-    return _parse(parse_json(text, source), source)
-
-
-def _source(where: str) -> Source:
-    return Source(where, ArtifactError, "rebuild the engine")
-
-
-def _parse(data: Any, source: Source) -> Manifest:
-    body = _body(data, source)
+def parse_manifest(text: str | Path, where: str = "") -> Manifest:
+    """The `Manifest` in a JSON text, which messages call `where`, or in a file. Raises ArtifactError that names the
+    wrong field."""
+    body, source = _body(text, where)
     if (version := body["schema_version"]) != SCHEMA_VERSION:
         name = body.get("name")
         usable = isinstance(name, str) and re.fullmatch(NAME.expression, name)  # can be copied into a command
@@ -176,10 +165,14 @@ def _parse(data: Any, source: Source) -> Manifest:
     return manifest
 
 
-def _body(data: Any, source: Source) -> dict[str, Any]:
+def _body(given: str | Path, where: str = "") -> tuple[dict[str, Any], Source]:
+    if isinstance(given, Path) and not given.is_file():
+        raise ArtifactError(_no_engine(given.parent))
+    source = Source(where or str(given), ArtifactError, "rebuild the engine")
+    data = read_json(given, source) if isinstance(given, Path) else parse_json(given, source)
     if not isinstance(data, dict) or "schema_version" not in data:
         raise source.fault("it is not an engine manifest: no schema_version")
-    return dict(data)
+    return data, source
 
 
 def _contradiction(m: Manifest) -> str | None:
@@ -206,15 +199,7 @@ def _contradiction(m: Manifest) -> str | None:
     return None
 
 
-def _read_manifest(directory: Path) -> Any:
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise ArtifactError(_no_engine(directory))
-    return read_json(path, _source(str(path)))
-
-
 def _no_engine(given: Path) -> str:
-    """What was given for an engine directory and is none, and what to do."""
     name = shlex.quote(str(given))
     build = f"ddtree-trt build --checkpoint {name} --drafter DRAFTER"
     if (given / "config.json").is_file() or (given.suffix == ".gguf" and given.is_file()):
@@ -233,10 +218,10 @@ def _no_engine(given: Path) -> str:
 
 def load_manifest(directory: Path) -> Manifest:
     """Read the manifest of an engine directory. Raises ArtifactError when there is none or it cannot be used."""
-    return _parse(_read_manifest(directory), _source(str(directory / MANIFEST)))
+    return parse_manifest(directory / MANIFEST)
 
 
 def digest_holds(directory: Path) -> bool:
     """Whether a manifest file has the content its digest was made of. Raises ArtifactError when it cannot be read."""
-    body = _body(_read_manifest(directory), _source(str(directory / MANIFEST)))
+    body, _ = _body(directory / MANIFEST)
     return bool(body.pop("digest", None) == _body_digest(body))

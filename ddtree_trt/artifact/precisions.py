@@ -11,8 +11,6 @@ PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
 
 @dataclass(frozen=True)
 class Precision:
-    """What an engine of this precision stores and computes in."""
-
     dtype: str  # of states, caches unless `cache_bytes` differs, and weights, as ONNX, PyTorch and NumPy call it
     safetensors: str  # the same type in a safetensors header
     value_bytes: int  # of one value of that type

@@ -51,10 +51,8 @@ def check_arguments(tokenizer: Any, known: set[str] | None, arguments: Mapping[s
         if known is None:
             raise UsageError(f"{given_as} {spelled}: the target's tokenizer has no chat template; leave it out")
         if name not in known:
-            variables = ", ".join(sorted(known - own)) or "none"
-            raise UsageError(
-                f"{given_as} {spelled}: the target's chat template has no such variable; it has {variables}"
-            )
+            problem = "the target's chat template has no such variable"
+            raise UsageError(f"{given_as} {spelled}: {problem}; it has {', '.join(sorted(known - own)) or 'none'}")
 
 
 def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str | None:

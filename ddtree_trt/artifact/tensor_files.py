@@ -37,8 +37,6 @@ _ALIGNMENT = 64  # bytes: where the data of a mapped file begins, for code that 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor in a file."""
-
     file: Path
     dtype: str  # safetensors' name: F32, F16, BF16, …
     shape: tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib import metadata
 
-RANKS = "tensor_parallel_size"  # key of a running engine's toolchain: processes over which its target is split
+RANKS = "ranks"  # key of a running engine's toolchain: processes over which its target is split
 
 
 def installed_versions(*packages: str) -> dict[str, str]:

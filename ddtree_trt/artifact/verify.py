@@ -37,23 +37,16 @@ def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
     for name, value in manifest.chat_template_args.items():
         words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
     # Always named: what a build takes by itself depends on the machine.
-    words += ["--backend", manifest.backend, "--precision", manifest.precision]
-    words += _plan_options(manifest, gpus)
-    if directory.absolute() != (ENGINES / manifest.name).absolute():
-        words += ["--output", str(directory)]
-    return printable(shlex.join([*words, "--force"]))
-
-
-def _plan_options(manifest: Manifest, gpus: tuple[str, ...]) -> list[str]:
-    """Options of the builders of plans, where they are not the defaults of the machine the engine was built on."""
-    words = []
     backend = BACKENDS[manifest.backend]
+    words += ["--backend", backend.name, "--precision", manifest.precision]
     if backend.portable:
         for kind in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
             words += ["--gpu", kind]
     if len(backend.attentions) > 1 and manifest.attention == "native":
         words += ["--attention", "native"]
-    return words
+    if directory.absolute() != (ENGINES / manifest.name).absolute():
+        words += ["--output", str(directory)]
+    return printable(shlex.join([*words, "--force"]))
 
 
 def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> None:

@@ -18,8 +18,6 @@ TARGET, DRAFTER = "target.", "drafter."  # prefixes
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A tensor of the file."""
-
     name: str
     shape: tuple[int, ...]
     network: Network  # whose checkpoint the sources are in

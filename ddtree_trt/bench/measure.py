@@ -55,7 +55,14 @@ def load_prompts(specs: Sequence[str], limit: int | None = None) -> list[BenchPr
         path = Path(str(resources.files("ddtree_trt") / "assets/tiny/prompts.jsonl")) if spec == TINY else Path(spec)
         if not path.is_file():
             raise UsageError(f"no prompts called {spec!r}: it is neither a file nor {TINY}")
-        source, rows = TINY if spec == TINY else path.stem, _read(path)
+        source = TINY if spec == TINY else path.stem
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read prompts {path}: {error}") from error
+        rows = [_read_line(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+        if not rows:
+            raise UsageError(f"{path} has no prompts; expected JSON lines with {_SCHEMA}")
         count = min(limit or len(rows), len(rows))
         for number in range(count):
             prompt = BenchPrompt(f"{source}/{number}", source, *rows[number * len(rows) // count])
@@ -63,17 +70,6 @@ def load_prompts(specs: Sequence[str], limit: int | None = None) -> list[BenchPr
                 raise UsageError(f"two prompt sets are called {source!r}; rename one of the files")
             found[prompt.id] = prompt
     return list(found.values())
-
-
-def _read(path: Path) -> list[tuple[Any, tuple[str, ...]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read prompts {path}: {error}") from error
-    found = [_read_line(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise UsageError(f"{path} has no prompts; expected JSON lines with {_SCHEMA}")
-    return found
 
 
 def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
@@ -92,13 +88,11 @@ def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
             return [{"role": "user", "content": first}], tuple(rest)
         case [("token_ids", [_, *_] as ids)] if all(type(token) is int for token in ids):
             return ids, ()
-        case [("messages", [_, *_] as chat)] if all(map(_is_message, chat)):
-            return [{"role": message["role"], "content": message["content"]} for message in chat], ()
+        case [("messages", [_, *_] as chat)]:
+            found = [(m["role"], m["content"]) for m in chat if isinstance(m, dict) and {"role", "content"} <= m.keys()]
+            if len(found) == len(chat) and all(isinstance(text, str) for pair in found for text in pair):
+                return [{"role": role, "content": content} for role, content in found], ()
     raise UsageError(f"{where}: expected an object with {_SCHEMA}; found {line[:80]}")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
 class Session:
@@ -176,8 +170,6 @@ Run = Callable[[Sequence[int], Request], Outcome]  # of a prompt's token ids, fr
 
 @dataclass(frozen=True)
 class Sample:
-    """One request by one case."""
-
     case: str
     source: str
     prompt: str  # prompt id, with the suffix #turn
@@ -189,8 +181,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Everything that was measured, and its circumstances."""
-
     settings: BenchSettings
     engine: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -199,7 +189,6 @@ class BenchResult:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """JSON whose samples take a line each."""
         body = asdict(self)
         lines = ",\n  ".join(json.dumps(sample, ensure_ascii=False) for sample in body.pop("samples"))
         return f'{json.dumps(body, indent=1, ensure_ascii=False)[:-2]},\n "samples": [\n  {lines}\n ]\n}}\n'
@@ -297,7 +286,6 @@ def describe_engine(session: Session) -> dict[str, Any]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """The machine and the software, and how busy the machine is."""
     found = diagnose()
     return {
         **{name: getattr(found, name) for name in ("version", "python", "platform", "packages")},

@@ -30,8 +30,6 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Spread:
-    """A value and an interval around it."""
-
     value: float
     low: float
     high: float
@@ -39,8 +37,6 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One case on one prompt set."""
-
     source: str
     case: str
     prompts: int
@@ -72,15 +68,26 @@ def _row(source: str, case: str, samples: list[Sample], baseline: list[Sample]) 
     compared = [s for s in samples if s.outcome.token_ids is not None]
     rounds = [o for s in samples if (o := s.outcome).acceptance_lengths]
     budgets = [s.outcome.mean_budget for s in samples if s.outcome.mean_budget is not None]
+    # Mean over mean of paired figures [prompts].
+    above, below = (np.array([times[p] for p in common] or [float("nan")]) for times in (base, own))
+    draws = np.random.default_rng(0).integers(0, len(above), (RESAMPLES, len(above)))
+    low, high = np.percentile(above[draws].mean(1) / below[draws].mean(1), TAILS)
+    speedup = Spread(float(above.mean() / below.mean()), float(low), float(high))
+    stages = []  # milliseconds per round
+    for o in rounds:
+        if o.stage_s:
+            times = [o.stage_s[stage] for stage in ROUND_STAGES]
+            times.append(max(o.decode_s - sum(times), 0.0))
+            stages.append([1000 * s / len(o.acceptance_lengths or ()) for s in times])
     return Row(
         source=source,
         case=case,
         prompts=len(own),
         tokens_per_s=quartiles([1 / seconds for seconds in own.values()]),
-        speedup=_ratio([base[p] for p in common], [own[p] for p in common]),
+        speedup=speedup,
         tau=fmean(_by_prompt(samples, lambda o: fmean(o.acceptance_lengths or [1])).values()) if rounds else None,
         round_ms=median(1000 * o.decode_s / len(o.acceptance_lengths or ()) for o in rounds) if rounds else None,
-        stage_ms=_stages([o for o in rounds if o.stage_s]),
+        stage_ms=dict(zip(STAGES, map(median, zip(*stages, strict=True)), strict=True)) if stages else {},
         first_token_ms=median(1000 * s.outcome.first_token_s for s in samples),
         mean_budget=fmean(budgets) if budgets else None,
         identical=sum(s.outcome.token_ids == outputs.get((s.prompt, s.repeat)) for s in compared),
@@ -102,36 +109,20 @@ def quartiles(values: Sequence[float]) -> Spread:
     return Spread(float(middle), float(low), float(high))
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Mean over mean of paired figures [prompts]."""
-    a, b = np.array(above or [float("nan")]), np.array(below or [float("nan")])
-    draws = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
-    low, high = np.percentile(a[draws].mean(1) / b[draws].mean(1), TAILS)
-    return Spread(float(a.mean() / b.mean()), float(low), float(high))
-
-
-def _stages(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    if not outcomes:
-        return {}
-    rows = [[o.stage_s[stage] for stage in ROUND_STAGES] for o in outcomes]
-    per_round = [
-        [1000 * s / len(o.acceptance_lengths or ()) for s in (*row, max(o.decode_s - sum(row), 0.0))]
-        for o, row in zip(outcomes, rows, strict=True)
-    ]
-    return dict(zip(STAGES, (median(column) for column in zip(*per_round, strict=True)), strict=True))
-
-
 def text(result: BenchResult) -> str:
     """Tables in Markdown, the legend, and what belongs to the figures."""
     rows, lines = summarize(result.samples), list[str]()
     for source in dict.fromkeys(row.source for row in rows):
-        mine = [row for row in rows if row.source == source]
-        lines += [
-            f"**{source}** ({max(row.prompts for row in mine)} prompts)",
-            "",
-            *table(_HEAD, map(_cells, mine)),
-            "",
-        ]
+        mine, cells = [row for row in rows if row.source == source], []
+        for row in mine:
+            rate, speedup = row.tokens_per_s, row.speedup
+            optional = ((row.tau, 2), (row.round_ms, 2), (row.mean_budget, 1))
+            line = [row.case, f"{rate.value:.0f} [{rate.low:.0f}, {rate.high:.0f}]"]
+            line += [f"{speedup.value:.2f}× [{speedup.low:.2f}, {speedup.high:.2f}]"]
+            line += ["–" if value is None else f"{value:.{digits}f}" for value, digits in optional]
+            same = f"{row.identical}/{row.comparable}" if row.comparable else "–"
+            cells.append([*line, f"{row.first_token_ms:.1f}", same])
+        lines += [f"**{source}** ({max(row.prompts for row in mine)} prompts)", "", *table(_HEAD, cells), ""]
         staged = [[row.case, *(f"{row.stage_ms[s]:.3f}" for s in STAGES)] for row in mine if row.stage_ms]
         if staged:
             lines += ["Milliseconds per round by stage:", "", *table(["case", *STAGES], staged), ""]
@@ -149,21 +140,6 @@ def text(result: BenchResult) -> str:
 
 
 _HEAD = ["case", "tokens/s", "speedup", "τ", "ms/round", "budget", "first token ms", "same as ar"]
-
-
-def _cells(row: Row) -> list[str]:
-    rate, speedup = row.tokens_per_s, row.speedup
-    return [
-        row.case,
-        f"{rate.value:.0f} [{rate.low:.0f}, {rate.high:.0f}]",
-        f"{speedup.value:.2f}× [{speedup.low:.2f}, {speedup.high:.2f}]",
-        *(
-            "–" if value is None else f"{value:.{n}f}"
-            for value, n in ((row.tau, 2), (row.round_ms, 2), (row.mean_budget, 1))
-        ),
-        f"{row.first_token_ms:.1f}",
-        f"{row.identical}/{row.comparable}" if row.comparable else "–",
-    ]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -19,8 +19,6 @@ _PROMPTS = f"JSON Lines, or {TINY}; repeatable. Default: the shipped prompts."
 
 @dataclass(frozen=True)
 class Case:
-    """A method with its budget."""
-
     method: str
     budget: Budget | None = None  # None: the method has no budget
     device: bool = False  # in rounds that stay on the device
@@ -33,8 +31,6 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchSettings(EngineOptions):
-    """Everything that decides what is measured."""
-
     engine: str = ""
     methods: tuple[str, ...] = ()  # besides the baselines; empty takes the method that `auto` is
     # Of methods that make trees; chains have their full length.
@@ -71,8 +67,6 @@ class BenchSettings(EngineOptions):
 
 @dataclass(frozen=True)
 class CheckSettings(EngineOptions):
-    """Settings of `ddtree-trt check`."""
-
     engine: str = ""
     prompts: tuple[str, ...] = option((TINY,), _PROMPTS, "FILE")
     limit: int = option(12, "Prompts per set, evenly spaced.", within=(1, MAX_COUNT))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,6 @@ from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.tensorrt.backend import sm_for_values
 from ddtree_trt.build.pair import Pair
-from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.survey import CUDA, DRIVER, Survey
 from ddtree_trt.errors import UsageError, install_with
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
@@ -34,8 +33,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What a backend lacks."""
-
     text: str
     removable: bool = False  # by installing something
 
@@ -54,10 +51,18 @@ def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted =
         why = f"nothing that computes on the {survey.gpu} is ready"
     else:
         why = f"{backend.title} {survey.version(backend.modules[0])} and the {survey.gpu}"
-    if survey.gpu and (better := _better_one(backend, survey.gpu, lacking)):
+    # The backend to advise: the one made for this GPU, if something can be done for it, else one that can be had.
+    best = BEST_ON_GPUS[0]
+    made_for_it = next((b for b in BEST_ON_GPUS if survey.gpu and survey.gpu.sm in b.sms), best)
+    others = [b for b in (made_for_it, *lacking) if b in lacking and b != backend]
+    if survey.gpu and backend not in (made_for_it, best):
+        better = next((b for b in others if lacking[b].removable), others[0])
         why += f"; for {better.name}: {lacking[better].text}"
-    if backend.on_cpu and pair:
-        why += _size_on_a_cpu(survey, pair, precision)
+    size = pair.weights_bytes(ONNXRUNTIME.name, "fp32") if pair and backend.on_cpu else 0
+    if pair and size >= LARGE_BYTES and precision in ("auto", "fp32"):
+        memory = f" of this machine's {survey.host_bytes / 1e9:.1f} GB of memory" if survey.host_bytes else ""
+        small = f"--precision int8 makes that {pair.weights_bytes(ONNXRUNTIME.name, 'int8') / 1e9:.1f} GB"
+        why += f"; in fp32 its weights take {size / 1e9:.1f} GB{memory}: {small}"
     return Choice(backend.name, f"backend {backend.name}: {why}")
 
 
@@ -86,27 +91,6 @@ def resolve_precision(build: BackendBuild, wanted: Wanted) -> PrecisionName:
             f"{', '.join(build.precisions)}; use --precision {build.precisions[0]}"
         )
     return wanted
-
-
-def _better_one(chosen: Backend, gpu: Gpu, lacking: Mapping[Backend, Obstacle]) -> Backend | None:
-    """The backend to advise: the one made for this GPU, if something can be done for it, else one that can be had; None
-    where the chosen one is as good."""
-    best = BEST_ON_GPUS[0]
-    made_for_it = next((b for b in BEST_ON_GPUS if gpu.sm in b.sms), best)
-    if chosen in (made_for_it, best):
-        return None
-    others = [b for b in (made_for_it, *lacking) if b in lacking and b != chosen]
-    return next((b for b in others if lacking[b].removable), others[0])
-
-
-def _size_on_a_cpu(survey: Survey, pair: Pair, precision: Wanted) -> str:
-    """Words on a large target in float32: its bytes, those of the memory, and what 8-bit weights would take."""
-    size = pair.weights_bytes(ONNXRUNTIME.name, "fp32")
-    if precision not in ("auto", "fp32") or size < LARGE_BYTES:
-        return ""
-    memory = f" of this machine's {survey.host_bytes / 1e9:.1f} GB of memory" if survey.host_bytes else ""
-    small = pair.weights_bytes(ONNXRUNTIME.name, "int8")
-    return f"; in fp32 its weights take {size / 1e9:.1f} GB{memory}: --precision int8 makes that {small / 1e9:.1f} GB"
 
 
 def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Iterator[Obstacle]:

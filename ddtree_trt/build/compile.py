@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,19 +30,20 @@ from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
+from ddtree_trt.reading import Between, shown
 from ddtree_trt.reading import Source as JsonSource
-from ddtree_trt.reading import shown
-from ddtree_trt.records import option
+from ddtree_trt.records import check, option
 
 BackendChoice = Literal["auto", BackendName]
 PrecisionChoice = Literal["auto", PrecisionName]
 
 
-def _limit_option(name: str, text: str) -> Any:
+def _limit_option(name: str, text: str, within: Between) -> Any:
     """The option of a limit: its default, and the presets with other values."""
     default = getattr(Limits, name)
     own = {p.name: getattr(p.limits, name) for p in PRESETS.values() if getattr(p.limits, name) != default}
-    return option(None, f"{text} Default {default}{''.join(f', {n} {value}' for n, value in own.items())}.")
+    text = f"{text} Default {default}{''.join(f', {n} {value}' for n, value in own.items())}."
+    return option(None, text, within=(within.lowest, within.highest))
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,20 @@ class BuildRequest(BuilderOptions):
     drafter: str | Path | None = option(None, "A drafter, likewise.", "PATH|ID")
     backend: BackendChoice = option("auto", "What runs the engine.", "")
     precision: PrecisionChoice = option("auto", "What it computes in.", "")
-    max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.")
-    max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.")
-    max_batch: int | None = _limit_option("max_batch", "Sequences at a time.")
+    max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.", POSITIONS)
+    max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.", BUDGETS)
+    max_batch: int | None = _limit_option("max_batch", "Sequences at a time.", SLOTS)
     snapshot_every: int | None = _limit_option(
-        "snapshot_every", "Hybrids: tokens between the states kept for later prompts; 0: one, at a prompt's end."
+        "snapshot_every",
+        "Hybrids: tokens between the states kept for later prompts; 0: one, at a prompt's end.",
+        INTERVAL,
     )
     output: Path | None = option(None, "The engine directory. Default engines/NAME.", "DIR")
     force: bool = option(False, "Replace an existing engine.")
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # over the preset's
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def name(self) -> str:
@@ -103,7 +109,13 @@ def compile_engine(
     target, drafter = open_pair(*found.sources)
     tokenizer = find_tokenizer(target.path)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
-    _check_space(destination, Pair(target, drafter).bytes_on_disk(backend.backend.name, precision))
+    needed = Pair(target, drafter).bytes_on_disk(backend.backend.name, precision)
+    usage = shutil.disk_usage(destination.parent)
+    if usage.total and usage.free < needed:  # some network file systems report no size at all
+        raise BuildError(
+            f"cannot write {destination}: it needs {needed / 1e6:,.0f} MB and {destination.parent} has "
+            f"{usage.free / 1e6:,.0f} MB free; free some space or give --output DIR on another disk"
+        )
 
     with atomic_directory(destination, force=request.force) as directory:
         copy_tokenizer(tokenizer, target.path, target.stop_token_ids, directory)
@@ -165,17 +177,20 @@ def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bo
     Raises what `backend_build`, `resolve_precision` and the backend's `check` raise, UsageError for a wrong request and
     CheckpointError for a configuration that cannot be used.
     """
-    preset = _preset(request)
-    _check_numbers(request)
-    given = [request.checkpoint, request.drafter]
+    name, given = request.name, [request.checkpoint, request.drafter]
+    preset = PRESETS.get(name) if request.target is not None else None
+    if preset is None and None in given:
+        if request.target is None:
+            raise UsageError("--checkpoint without --target needs --drafter PATH too")
+        preset = find_preset(name)
     own = [preset.target, preset.drafter] if preset else []
     target, drafter = (own[i] if value is None else named_source(value) for i, value in enumerate(given))
     pair = outline_pair(target, drafter)
-    name, reason = request.backend, None
-    if name == "auto":
+    backend, reason = request.backend, None
+    if backend == "auto":
         choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
-        name, reason = choice.backend, choice.reason
-    build = backend_build(name, request, dry_run=dry_run)
+        backend, reason = choice.backend, choice.reason
+    build = backend_build(backend, request, dry_run=dry_run)
     precision = resolve_precision(build, request.precision)
     build.check((pair.target.dims, pair.drafter.dims), precision)
     if reason:
@@ -184,33 +199,6 @@ def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bo
         notice(f"{pair.target.name}: {skipped} is left out, engines read text")
     limits = _limits(request, preset.limits if preset else Limits(), pair, build, precision)
     return Resolved(preset, (target, drafter), pair, build, precision, limits)
-
-
-def _preset(request: BuildRequest) -> Preset | None:
-    """The preset that the request names; None when it gives both networks. Raises UsageError."""
-    name = request.name
-    if name in PRESETS and request.target is not None:
-        return PRESETS[name]
-    if request.checkpoint is not None and request.drafter is not None:
-        return None
-    if request.target is None:
-        raise UsageError("--checkpoint without --target needs --drafter PATH too")
-    return find_preset(name)
-
-
-def _check_numbers(request: BuildRequest) -> None:
-    """Raises UsageError for limits that no model can have."""
-    for flag, value, within in (
-        ("--max-seq-len", request.max_seq_len, POSITIONS),
-        ("--max-tree-budget", request.max_tree_budget, BUDGETS),
-        ("--max-batch", request.max_batch, SLOTS),
-        ("--snapshot-every", request.snapshot_every, INTERVAL),
-    ):
-        if value is not None and value not in within:
-            hint = (
-                "; to decode without drafts give --method ar when it runs" if value == 0 and within is BUDGETS else ""
-            )
-            raise UsageError(f"{flag} must be {within}, not {value}{hint}")
 
 
 def _limits(
@@ -222,11 +210,11 @@ def _limits(
     wanted = request.max_seq_len
     if wanted is not None and wanted > positions:
         raise UsageError(f"--max-seq-len {wanted} is more than the {positions} positions {model} was made for")
-    limits = Limits(
+    limits = replace(
+        defaults,
         max_seq_len=wanted or min(defaults.max_seq_len, positions),
         max_batch=request.max_batch or defaults.max_batch,
-        max_tree_budget=defaults.max_tree_budget if request.max_tree_budget is None else request.max_tree_budget,
-        prefill_chunk=defaults.prefill_chunk,
+        max_tree_budget=request.max_tree_budget or defaults.max_tree_budget,
         snapshot_every=request.snapshot_every or defaults.snapshot_every,
     )
     block = kind_of(pair.drafter.dims).block_size or 1
@@ -239,13 +227,3 @@ def _limits(
     if backend.attention(networks) == "native":
         return with_aligned_slots(limits, networks, PRECISIONS[precision].value_bytes)
     return limits
-
-
-def _check_space(destination: Path, needed: int) -> None:
-    """Raises BuildError where the disk has less free space than `needed` bytes."""
-    usage = shutil.disk_usage(destination.parent)
-    if usage.total and usage.free < needed:  # some network file systems report no size at all
-        raise BuildError(
-            f"cannot write {destination}: it needs {needed / 1e6:,.0f} MB and {destination.parent} has "
-            f"{usage.free / 1e6:,.0f} MB free; free some space or give --output DIR on another disk"
-        )

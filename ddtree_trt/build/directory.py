@@ -43,9 +43,6 @@ def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFES
         probe = temporary_sibling(destination)
         probe.mkdir()
         probe.rmdir()
-    except (FileExistsError, NotADirectoryError) as error:
-        problem = f"cannot write {destination}: {error.filename} is not a directory"
-        raise BuildError(f"{problem}; choose another path") from error
     except OSError as error:
         raise _cannot_write(destination, error) from error
     return destination
@@ -79,6 +76,8 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
 
 def _cannot_write(destination: Path, error: OSError) -> BuildError:
     reason = error.strerror or str(error)
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        reason = f"{error.filename} is not a directory"
     hint = "free some space or choose another path" if error.errno == errno.ENOSPC else "choose another path"
     return BuildError(f"cannot write {destination}: {reason}; nothing was changed, {hint}")
 

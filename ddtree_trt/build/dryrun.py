@@ -16,8 +16,6 @@ from ddtree_trt.errors import BuildError
 
 @dataclass(frozen=True)
 class DryRun:
-    """The engine that a build would make."""
-
     name: str
     backend: BackendName
     precision: PrecisionName

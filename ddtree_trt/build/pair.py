@@ -54,12 +54,27 @@ def outline_pair(target: Source, drafter: Source) -> Pair:
 
     Raises CheckpointError for a configuration that cannot be used and for networks that do not fit each other.
     """
-    return Pair(*_fitting(target, drafter, _outline))
+    from ddtree_trt.build.checkpoint.config import CONFIG
+    from ddtree_trt.build.checkpoint.reader import load_config
+
+    def outline(source: Source, option: str) -> Outline:
+        found = locate(source, option, [CONFIG, MODELOPT_CONFIG])
+        config = load_config(found.path)
+        shapes = checkpoint_shapes(config.dims, tied=config.tied)
+        return Outline(found.name, config.dims, shapes, config.quantization, config.dialect.skipped)
+
+    return Pair(*_fitting(target, drafter, outline))
 
 
 def open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]:
     """Target and drafter, with what the drafter takes from the target. Raises CheckpointError."""
-    return _fitting(target, drafter, _open)
+    from ddtree_trt.build.checkpoint.reader import load_checkpoint
+
+    def opened(source: Source, option: str) -> Checkpoint:
+        found = locate(source, option)
+        return load_checkpoint(found.path, name=found.name, revision=found.revision)
+
+    return _fitting(target, drafter, opened)
 
 
 def _fitting(target: Source, drafter: Source, read: Callable[[Source, str], _Network]) -> tuple[_Network, _Network]:
@@ -80,20 +95,3 @@ def check_pair(target: Outline, drafter: Outline) -> None:
         raise CheckpointError(f"drafter {drafter.name} {found}; use one whose layers all have attention")
     if problem := drafter.kind.misfit(target.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")
-
-
-def _outline(source: Source, option: str) -> Outline:
-    from ddtree_trt.build.checkpoint.config import CONFIG
-    from ddtree_trt.build.checkpoint.reader import load_config
-
-    found = locate(source, option, [CONFIG, MODELOPT_CONFIG])
-    config = load_config(found.path)
-    shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    return Outline(found.name, config.dims, shapes, config.quantization, config.dialect.skipped)
-
-
-def _open(source: Source, option: str) -> Checkpoint:
-    from ddtree_trt.build.checkpoint.reader import load_checkpoint
-
-    found = locate(source, option)
-    return load_checkpoint(found.path, name=found.name, revision=found.revision)

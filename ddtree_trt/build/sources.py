@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddtree_trt.artifact.files import HUB_ID
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
-from ddtree_trt.build.checkpoint.paths import checkpoint_name, engine_name, is_gguf
+from ddtree_trt.build.checkpoint.paths import PART, checkpoint_name, is_gguf
 from ddtree_trt.errors import CheckpointError, MissingDependency
 
 # Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
@@ -28,8 +28,11 @@ class LocalSource:
 
     @property
     def engine_name(self) -> str:
-        """The name of an engine that is given none."""
-        return engine_name(self.path)
+        """The name of an engine that is given none: a GGUF file's without its ending, and without its number as a
+        part."""
+        part = PART.fullmatch(self.path.name)
+        whole = self.path.stem if is_gguf(self.path) else checkpoint_name(self.path)
+        return part["stem"] if part and is_gguf(self.path) else whole
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> L
 
 def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
     """The local snapshot of a hub repository, with progress bars on a terminal; the directory's name is the commit."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -136,25 +139,14 @@ def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
     except Exception as error:  # network, proxy, disk, access: the hub's errors have no common base
         reason = (str(error).strip().splitlines() or [""])[0]
         name = f"{source.repository}, which is no path here," if source.typed else source.repository
-        raise CheckpointError(
-            f"cannot download {name} ({type(error).__name__}: {reason}); {_advice(error, source)}"
-            f"to use a local copy give {option} DIR"
-        ) from error
+        log_in = "log in with: hf auth login"
+        advice = {  # the first is one of the second
+            errors.GatedRepoError: f"accept its terms on https://huggingface.co/{source.repository} and {log_in}; or ",
+            errors.RepositoryNotFoundError: f"check the name, and if the repository is private {log_in}; or ",
+            errors.RevisionNotFoundError: f"it has no branch, tag or commit {source.revision!r}; or ",
+            errors.LocalEntryNotFoundError: "connect to the hub, which is needed once; or ",
+        }
+        first = next((words for kind, words in advice.items() if isinstance(error, kind)), "")
+        problem = f"cannot download {name} ({type(error).__name__}: {reason})"
+        raise CheckpointError(f"{problem}; {first}to use a local copy give {option} DIR") from error
     return Path(snapshot)
-
-
-def _advice(error: Exception, source: HubSource) -> str:
-    """What to do against an error, ending in "; or "; empty where only a local copy helps."""
-    from huggingface_hub import errors
-
-    log_in = "log in with: hf auth login"
-    # The first is one of the second.
-    if isinstance(error, errors.GatedRepoError):
-        return f"accept its terms on https://huggingface.co/{source.repository} and {log_in}; or "
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"check the name, and if the repository is private {log_in}; or "
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"it has no branch, tag or commit {source.revision!r}; or "
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return "connect to the hub, which is needed once; or "
-    return ""

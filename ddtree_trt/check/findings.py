@@ -21,8 +21,8 @@ FALSE_ALARM = 1e-4  # how often a correct sampler fails one test
 
 
 @dataclass(frozen=True)
-class UniformityTest:
-    """A chi-square test, over BINS equal bins, that tokens come from given distributions.
+class DistributionFinding:
+    """A chi-square test, over BINS equal bins, that a case's tokens come from given distributions.
 
     A token drawn from a distribution has a uniform place in it: the mass of all more probable tokens, plus a uniform
     share of its own. So tokens at any position after any prefix are pooled in one test, and a bias towards likely (say,
@@ -30,6 +30,7 @@ class UniformityTest:
     positions are left out, which is fair because it is decided before the token is seen.
     """
 
+    case: str
     draws: int
     chi_square: float
     degrees: int
@@ -56,7 +57,7 @@ def place_in_distribution(
     return float(min(p[ahead].sum() + rng.random() * p[token], np.nextafter(1, 0)))
 
 
-def uniformity(places: Sequence[float]) -> UniformityTest:
+def uniformity(places: Sequence[float], case: str = "") -> DistributionFinding:
     """Test that the places are uniform on [0, 1). Raises UsageError for fewer than FEWEST."""
     n = len(places)
     if n < FEWEST:
@@ -67,7 +68,7 @@ def uniformity(places: Sequence[float]) -> UniformityTest:
     counts = np.histogram(places, BINS, (0, 1))[0]
     expected = n / BINS
     statistic = float(((counts - expected) ** 2).sum() / expected)
-    return UniformityTest(n, statistic, BINS - 1, chi_square_tail(statistic, BINS - 1))
+    return DistributionFinding(case, n, statistic, BINS - 1, chi_square_tail(statistic, BINS - 1))
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
@@ -110,8 +111,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class GreedyFinding:
-    """A case's greedy outputs beside those of `ar`."""
-
     case: str
     prompts: int
     differences: tuple[Difference, ...]
@@ -120,18 +119,6 @@ class GreedyFinding:
     @property
     def passed(self) -> bool:
         return all(d.explained for d in self.differences)
-
-
-@dataclass(frozen=True)
-class DistributionFinding:
-    """Whether a case's sampled tokens follow the target's distribution."""
-
-    case: str
-    test: UniformityTest
-
-    @property
-    def passed(self) -> bool:
-        return self.test.passed
 
 
 @dataclass(frozen=True)
@@ -161,14 +148,10 @@ class DraftingFinding:
     @property
     def faults(self) -> list[str]:
         """What is wrong for certain."""
-        a = self.agreement
+        a, advice = self.agreement, "rebuild with --precision bf16 or fp32"
         broken = {"the target's logits": a.broken_rows, "the drafter's probabilities": a.broken_drafts}
-        return [
-            f"overflow: {what} are not numbers at {count} of {len(a.accepted)} places; rebuild with --precision bf16 "
-            "or fp32"
-            for what, count in broken.items()
-            if count
-        ]
+        found = ((what, f"{count} of {len(a.accepted)} places") for what, count in broken.items() if count)
+        return [f"overflow: {what} are not numbers at {where}; {advice}" for what, where in found]
 
     @property
     def hints(self) -> list[str]:
@@ -195,8 +178,6 @@ class DraftingFinding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything `ddtree-trt check` prints."""
-
     engine: str
     precision: str
     inexact: str | None  # why the engine's rows may have other bits in other passes; None where none may
@@ -243,10 +224,9 @@ def describe(report: CheckReport) -> list[str]:
     if report.distribution:
         at = " and ".join(f"{t:g}" for t in TEMPERATURES)
         lines += ["", f"distribution at temperature {at} (chi-square; false alarm {FALSE_ALARM:g} per method)"]
-    for s in report.distribution:
-        t = s.test
+    for t in report.distribution:
         figures = f"{t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, p = {t.p_value:.3g}"
-        lines.append(line(s.passed, s.case, figures))
+        lines.append(line(t.passed, t.case, figures))
     if report.tau:
         lines += ["", "golden τ (tokens per round)"]
     for f in report.tau:

@@ -61,9 +61,22 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
             cases = [case for case in cases if not METHODS[case.method].drafts]
         greedy = _check_greedy(session, texts, cases, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
-    tau = () if agreement.broken else _check_tau(manifest, greedy, golden, judged=set(settings.prompts) == {TINY})
+    # Each method's mean acceptance length beside the range of the pair, which is for the shipped prompts.
+    found, shipped = {finding.case: finding.tau for finding in greedy}, set(settings.prompts) == {TINY}
+    ranges = {} if agreement.broken else manifest.golden_tau
+    labels = {name: Case(name, golden if METHODS[name].branches else None).label for name in ranges}
+    tau = tuple(TauFinding(labels[n], found[labels[n]], *bounds, shipped) for n, bounds in ranges.items())
     judged = [finding.passed for finding in tau if finding.judged]
     low = not all(judged) if judged else agreement.tau < LOW_TAU
+    kind, arguments = manifest.drafting, manifest.chat_template_args.items()
+    wired = {
+        "drafter": manifest.drafter.name,
+        "tapped layers": ", ".join(map(str, kind.tap_layers)),
+        "mask token": "" if kind.mask_token_id is None else str(kind.mask_token_id),
+        "block": "" if kind.block_size is None else str(kind.block_size),
+        "precision": manifest.precision,
+        "chat template arguments": ", ".join(f"{k}={v}" for k, v in arguments) or "none",
+    }
     return CheckReport(
         engine=manifest.name,
         precision=manifest.precision,
@@ -72,27 +85,13 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
         greedy=greedy,
         distribution=distribution,
         tau=tau,
-        drafting=DraftingFinding(agreement, wiring(manifest), low),
+        drafting=DraftingFinding(agreement, {name: value for name, value in wired.items() if value}, low),
     )
 
 
 def answers(session: Session, prompts: Sequence[list[int]], max_tokens: int) -> list[Text]:
     outputs = [session.run(ids, Case(AUTOREGRESSIVE.name), max_tokens=max_tokens)[0] for ids in prompts]
     return [Text((*ids, *o.outputs[0].token_ids), len(ids)) for ids, o in zip(prompts, outputs, strict=True)]
-
-
-def wiring(manifest: Manifest) -> dict[str, str]:
-    """What an engine was built with that its drafter depends on, to be compared with the drafter's config.json."""
-    kind = manifest.drafting
-    facts = {
-        "drafter": manifest.drafter.name,
-        "tapped layers": ", ".join(map(str, kind.tap_layers)),
-        "mask token": "" if kind.mask_token_id is None else str(kind.mask_token_id),
-        "block": "" if kind.block_size is None else str(kind.block_size),
-        "precision": manifest.precision,
-        "chat template arguments": ", ".join(f"{k}={v}" for k, v in manifest.chat_template_args.items()) or "none",
-    }
-    return {name: value for name, value in facts.items() if value}
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
@@ -115,8 +114,7 @@ def _check_greedy(
 ) -> tuple[GreedyFinding, ...]:
     """A finding per case; `texts` are the prompts, continued by `ar`."""
     findings = []
-    for done, case in enumerate(cases):
-        progress("greedy equality", done, len(cases))
+    for done, case in enumerate(cases, 1):
         differences, taus = [], []
         for name, text in texts.items():
             ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
@@ -126,7 +124,7 @@ def _check_greedy(
             if tokens != expected:
                 differences.append(_explain(session, name, ids, expected, tokens))
         findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus))))
-    progress("greedy equality", len(cases), len(cases))
+        progress("greedy equality", done, len(cases))
     return tuple(findings)
 
 
@@ -165,7 +163,6 @@ def _check_distribution(
     chosen = list(prompts.values())[: settings.sampled_prompts]
     findings = []
     for number, case in enumerate(cases):
-        progress("distribution", number, len(cases))
         rng = np.random.default_rng([number, 1])
         places: list[float] = []
         for i in range(settings.seeds):
@@ -177,15 +174,6 @@ def _check_distribution(
                     rows = target_logits(session, ids, tokens)
                     found = [place_in_distribution(*pair, temperature, rng) for pair in zip(rows, tokens, strict=True)]
                     places += [place for place in found if place is not None]
-        findings.append(DistributionFinding(case.label, uniformity(places)))
-    progress("distribution", len(cases), len(cases))
+        findings.append(uniformity(places, case.label))
+        progress("distribution", number + 1, len(cases))
     return tuple(findings)
-
-
-def _check_tau(
-    manifest: Manifest, greedy: Sequence[GreedyFinding], budget: int, *, judged: bool
-) -> tuple[TauFinding, ...]:
-    found = {finding.case: finding.tau for finding in greedy}
-    labels = {name: Case(name, budget if METHODS[name].branches else None).label for name in manifest.golden_tau}
-    ranges = manifest.golden_tau.items()
-    return tuple(TauFinding(labels[name], found[labels[name]], *range_, judged) for name, range_ in ranges)

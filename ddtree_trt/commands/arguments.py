@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -17,7 +17,7 @@ import typer
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.records import Option, flag_of, options
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
-from ddtree_trt.runtime.params import PARAMETERS, Parameter
+from ddtree_trt.runtime.params import PARAMETERS
 from ddtree_trt.runtime.structured.names import STRUCTURED
 from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, StructuredOutput
 
@@ -120,65 +120,48 @@ _CONSTRAINTS = {  # field of StructuredOutput → its type and option
     "choice": (tuple[str, ...], Option("Make the output one of these texts; repeatable.", "TEXT")),
     "grammar": (str, Option("Make the output a text of this grammar, in Lark or GBNF.", "FILE|TEXT")),
 }
-_FILES = ("json_schema", "grammar")
+_FILES, _WORDS, _RULE = ("json_schema", "grammar"), ("true", "false"), re.compile(r"\n|: |::=")
 
 
-def _sampling_option(row: Parameter) -> inspect.Parameter:
-    kind, text = row.type, row.help
-    if row.name == "method":
-        *others, last = METHODS
-        text = f"{AUTO} (default), {', '.join(others)} or {last}."
-    elif get_origin(kind) is tuple:
-        text = f"{text.removesuffix('.')}; repeatable."
-    elif isinstance(row.default, str):
-        kind = str  # a number or auto
-    return _parameter(row.name, Option(text, row.metavar or ""), kind, row.default)
+def _sampling_options() -> Iterator[inspect.Parameter]:
+    for row in _PARAMETERS:
+        kind, text = row.type, row.help
+        if row.name == "method":
+            *others, last = METHODS
+            text = f"{AUTO} (default), {', '.join(others)} or {last}."
+        elif get_origin(kind) is tuple:
+            text = f"{text.removesuffix('.')}; repeatable."
+        elif isinstance(row.default, str):
+            kind = str  # a number or auto
+        yield _parameter(row.name, Option(text, row.metavar or ""), kind, row.default)
+    for name, (kind, option) in _CONSTRAINTS.items():
+        yield _parameter(name, option, kind, False)
 
 
-_SAMPLING_OPTIONS = [
-    *map(_sampling_option, _PARAMETERS),
-    *(_parameter(name, option, kind, False) for name, (kind, option) in _CONSTRAINTS.items()),
-]
+_SAMPLING_OPTIONS = tuple(_sampling_options())
 
 
 def _take_sampling(values: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that a command's options state, by field of `SamplingParams`; taken out of `values`."""
-    given = {row.name: _value(row, values.pop(row.name)) for row in _PARAMETERS}
-    given[STRUCTURED] = _take_structured(values)
-    return {name: value for name, value in given.items() if value not in (None, [])}
-
-
-def _value(row: Parameter, value: Any) -> Any:
-    """An option's value as SamplingParams takes it."""
-    if row.type is int and isinstance(value, str) and value != row.default:
-        try:
-            return int(value)
-        except ValueError:
-            raise UsageError(f"{row.option} must be a number or auto, not {shown(value)}") from None
-    return value
-
-
-def _take_structured(values: dict[str, Any]) -> StructuredOutput | None:
+    given: dict[str, Any] = {}
+    for row in _PARAMETERS:
+        if (value := values.pop(row.name)) not in (None, []):
+            given[row.name] = value
+        if row.type is int and isinstance(value, str) and value != row.default:
+            try:
+                given[row.name] = int(value)
+            except ValueError:
+                raise UsageError(f"{row.option} must be a number or auto, not {shown(value)}") from None
     taken = {name: values.pop(name) for name in _CONSTRAINTS}
-    given = {name: value for name, value in taken.items() if value}
-    if len(given) > 1:
-        first, second = [*map(flag_of, given)][:2]
+    constraints = {name: value for name, value in taken.items() if value}
+    if len(constraints) > 1:
+        first, second = [*map(flag_of, constraints)][:2]
         raise UsageError(f"{first} and {second} are two constraints on the output; give one")
-    for name in given.keys() & {*_FILES}:
-        if not _is_text(name, given[name]):
-            given[name] = read_file(flag_of(name), given[name], "name a file, or give the text", MAX_CHARACTERS + 1)
-    return StructuredOutput.from_mapping(given) if given else None
-
-
-def _is_text(name: str, given: str) -> bool:
-    """Whether it is no file's name: a schema is JSON, and a grammar has a rule."""
-    if name == "grammar":
-        return "\n" in given or ": " in given or "::=" in given
-    try:
-        json.loads(given)
-    except (ValueError, RecursionError):
-        return given.lstrip().startswith("{")
-    return True
+    for name, text in constraints.items():
+        # What begins a schema or a rule is no file's name.
+        if name in _FILES and not (text.lstrip()[:1] in ("{", "[") or text in _WORDS or _RULE.search(text)):
+            constraints[name] = read_file(flag_of(name), text, "name a file, or give the text", MAX_CHARACTERS + 1)
+    return given | ({STRUCTURED: StructuredOutput.from_mapping(constraints)} if constraints else {})
 
 
 def read_file(option: str, path: str | Path, advice: str, most: int = -1) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +45,13 @@ def bench(
         raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {budgets!r}") from None
     directory = engine_dir or newest_engine()
     settings = replace(settings, engine=str(directory), methods=tuple(_items(methods)), budgets=tuple(sizes))
-    for file in (json, plot):
+    for file in (json, plot):  # before hours of measuring
         if file is not None and file != STDOUT:
-            _prepare(file.parent)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=file.parent).close()
+            except OSError as error:
+                raise UsageError(f"cannot write into {file.parent}: {error.strerror}") from error
 
     from ddtree_trt.bench import report
     from ddtree_trt.bench.measure import Session, engine_runs, measure
@@ -68,13 +72,3 @@ def bench(
 
 def _items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _prepare(folder: Path) -> None:
-    """Make the folder. Raises UsageError for one that cannot be written, before hours of measuring."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot write into {folder}: it is not writable")

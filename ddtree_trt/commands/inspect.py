@@ -10,10 +10,7 @@ from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.terminal import printing as terminal
 
 
-def inspect(
-    engine_dir: EngineDirectory,
-    json: AsJson = False,
-) -> None:
+def inspect(engine_dir: EngineDirectory, json: AsJson = False) -> None:
     """Verify an engine and show what it holds."""
     with terminal.progress_bars() as progress:
         report = inspect_engine(engine_dir, progress)

@@ -128,14 +128,10 @@ def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int
             raise UsageError("--example is a prompt; give it without --prompt and --prompt-file")
         print_question(text)
         return text
-    if file is not None:
-        return _not_empty(read_file("--prompt-file", file, "name a file of text"), f"--prompt-file {file}")
-    if prompt is None and not sys.stdin.isatty():
-        return _not_empty(sys.stdin.read(), "stdin")
-    return prompt
-
-
-def _not_empty(text: str, origin: str) -> str:
+    if file is None and (prompt is not None or sys.stdin.isatty()):
+        return prompt
+    text = read_file("--prompt-file", file, "name a file of text") if file else sys.stdin.read()
     if not text.strip():
+        origin = f"--prompt-file {file}" if file else "stdin"
         raise UsageError(f"{origin} has no prompt; write one there, or give --prompt")
     return text

@@ -129,7 +129,6 @@ NOT_COUNTED_AS_BUFFERS = frozenset(
 
 
 def aligned(count: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
@@ -216,25 +215,15 @@ class StateShapes:
         """Of one slot in all layers."""
         return self.layers * (self.state_bytes + self.past_bytes)
 
-    def states_bytes(self, slots: int, snapshots: int) -> int:
-        """Of all slots, every layer's aligned, and of those that each comes back to."""
-        live = self.layers * sum(aligned(slots * size) for size in (self.state_bytes, self.past_bytes))
-        return live + slots * snapshots * self.slot_bytes
-
-    def kept_bytes(self, rows: int) -> int:
-        """Of so many rows in all layers, each aligned."""
-        return self.layers * aligned(rows * self.row_bytes)
-
 
 def with_aligned_slots(limits: Limits, networks: Iterable[TransformerDims], element_bytes: int) -> Limits:
     """The limits with a longer chunk where that takes every slot of these networks' caches to a multiple of
     `ALIGNMENT`: native attention binds a cache at the first slot of a pass."""
     if limits.max_batch == 1:
         return limits
-    step = 1  # rows that a capacity must be a multiple of
-    for dims in networks:
-        each = dims.num_kv_heads * dims.head_dim * element_bytes
-        step = max(step, ALIGNMENT // math.gcd(ALIGNMENT, each))  # powers of two: the largest is a multiple of all
+    each = (dims.num_kv_heads * dims.head_dim * element_bytes for dims in networks)
+    # Rows that a capacity must be a multiple of: powers of two, so the largest is a multiple of all.
+    step = max(ALIGNMENT // math.gcd(ALIGNMENT, size) for size in each)
     missing = -limits.cache_rows % step
     return replace(limits, prefill_chunk=limits.max_tokens_per_pass + missing) if missing else limits
 
@@ -276,11 +265,17 @@ def tensorrt_buffers(
     slots = limits.max_batch
     rows = pass_rows(limits, slots)
     own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
+    states = {}  # of a hybrid, with those that slots come back to, and what passes keep
+    if target.delta is not None:
+        shapes = StateShapes.of(target)
+        live = shapes.layers * sum(aligned(slots * size) for size in (shapes.state_bytes, shapes.past_bytes))
+        states[TARGET_STATES] = live + slots * limits.snapshots * shapes.slot_bytes
+        states[KEPT] = shapes.layers * aligned(rows * shapes.row_bytes)
     return {
         **_table_bytes(target, EMBEDDING, HEAD, element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
-        **_state_bytes(target, limits, rows),
+        **states,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
         RESULTS: max(rows * INT_BYTES, results),
         TARGET_CONTROL: _pass_control_bytes(slots, rows, limits) + (_control_bytes(rows) if target.delta else 0),
@@ -288,14 +283,6 @@ def tensorrt_buffers(
         **own,
         WORKSPACE: workspace_bytes,
     }
-
-
-def _state_bytes(dims: TransformerDims, limits: Limits, rows: int) -> dict[str, int]:
-    """Bytes of a hybrid's states with those that slots come back to, and of what passes keep."""
-    if dims.delta is None:
-        return {}
-    shapes = StateShapes.of(dims)
-    return {TARGET_STATES: shapes.states_bytes(limits.max_batch, limits.snapshots), KEPT: shapes.kept_bytes(rows)}
 
 
 def _table_bytes(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:

@@ -29,8 +29,6 @@ _FEATURES = {
 
 @dataclass(frozen=True)
 class Cpu:
-    """A processor."""
-
     model: str
     cores: int  # usable by this process
     features: tuple[str, ...]

@@ -41,7 +41,6 @@ class Device:
 
     @property
     def stream(self) -> int:
-        """The stream as a cudaStream_t."""
         return int(self._stream)
 
     def free_bytes(self) -> tuple[int, int]:

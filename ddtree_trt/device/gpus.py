@@ -50,11 +50,15 @@ def find_gpus() -> tuple[Gpu, ...]:
             return tuple(Gpu(*row) for row in rows if len(row) == len(_GPU_QUERY.split(",")))
         except (OSError, subprocess.SubprocessError):
             pass  # installed, but no driver behind it: the files below say the same
-    gpus = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        match = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
-        gpus.append(Gpu(match[1] if match else "unknown", _driver_version(), "unknown", "unknown"))
-    return tuple(gpus)
+
+    def said(path: Path, expression: str) -> str:
+        match = re.search(expression, path.read_text(errors="replace"), re.MULTILINE) if path.is_file() else None
+        return match[1] if match else "unknown"
+
+    files = Path("/proc/driver/nvidia")
+    driver = said(files / "version", r"Kernel Module\D*([\d.]+)")
+    names = [said(path, r"^Model:\s*(.+)$") for path in sorted(files.glob("gpus/*/information"))]
+    return tuple(Gpu(name, driver, "unknown", "unknown") for name in names)
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
@@ -70,14 +74,6 @@ def visible_gpus(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
             break
         found.append(gpus[int(word)])
     return tuple(found)
-
-
-def _driver_version() -> str:
-    try:
-        match = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        return "unknown"
-    return match[1] if match else "unknown"
 
 
 def available_bytes(place: Place, gpus: tuple[Gpu, ...]) -> int | None:

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX
@@ -67,16 +67,12 @@ def current_gpu(api: Any) -> CurrentGpu | None:
     return CurrentGpu(_text(found.name), found.major, found.minor)
 
 
-@dataclass(frozen=True)
-class CudaVersions:
-    """Versions as they are written: 13.0."""
-
+class CudaVersions(NamedTuple):
     runtime: str
     driver: str  # the newest CUDA that it supports
 
 
 def cuda_versions(api: Any) -> CudaVersions:
-    """The installed versions. Raises EngineError."""
     return CudaVersions(*(version_text(call(api, f"cuda{part}GetVersion")) for part in ("Runtime", "Driver")))
 
 

@@ -15,7 +15,7 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus, visible_gpus
 from ddtree_trt.device.libraries import cuda_bindings, cuda_of_driver, import_tensorrt
 from ddtree_trt.errors import MissingDependency, install_with
-from ddtree_trt.plugins import library
+from ddtree_trt.plugins import ABI, library
 
 # Our kernels, and NVIDIA's packages of the extras, are for CUDA 13, which asks for this driver.
 CUDA, DRIVER = 13, 580
@@ -48,7 +48,6 @@ class Survey:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The one that an engine would run on."""
         return self.gpus[0] if self.gpus else None
 
     @property
@@ -77,29 +76,26 @@ def survey_machine(*, import_modules: bool) -> Survey:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible_gpus(find_gpus(), visible)
     versions = {module: installed_versions(*names) for module, names in DISTRIBUTIONS.items()}
-    tried = [m for m in (TENSORRT, TENSORRT_RTX, CUDA_PYTHON) if import_modules and gpus and versions[m]]
+    faults = {}
+    for module in (TENSORRT, TENSORRT_RTX, CUDA_PYTHON) if import_modules and gpus else ():
+        try:
+            if versions[module] and module == CUDA_PYTHON:
+                cuda_bindings()
+            elif versions[module]:
+                import_tensorrt(f"{module} cannot be imported", rtx=module == TENSORRT_RTX)
+        except MissingDependency as error:
+            faults[module] = str(error)
     return Survey(
         gpus=gpus,
         visible_devices=visible,
         driver_cuda=cuda_of_driver(),
         versions=versions,
-        faults={module: fault for module in tried if (fault := _import_fault(module))},
+        faults=faults,
         torch_cuda=torch_cuda(),
-        libraries=frozenset(name for name in library.NAMES if library.is_current(library.library_path(name))),
+        libraries=frozenset(name for name in library.NAMES if library.abi_of(library.library_path(name)) == ABI),
         nvcc=shutil.which("nvcc"),
         host_bytes=available_bytes("host", ()),
     )
-
-
-def _import_fault(module: str) -> str | None:
-    try:
-        if module == CUDA_PYTHON:
-            cuda_bindings()
-        else:
-            import_tensorrt(f"{module} cannot be imported", rtx=module == TENSORRT_RTX)
-    except MissingDependency as error:
-        return str(error)
-    return None
 
 
 def _major(version: str) -> int:

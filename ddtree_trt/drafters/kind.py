@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from ddtree_trt.models.decoder import Part, Shapes, TransformerDims
+from ddtree_trt.models.decoder import Part, Shapes, TransformerDims, shapes_of
 
 # What one pass proposes: all positions of a block, a level of a tree, or one token.
 Drafts = Literal["block", "levels", "tokens"]
@@ -70,13 +70,13 @@ class DrafterKind(ABC):
         """The head that its checkpoint leaves out, because it is rows of the target's; {} where there is none."""
         return {}
 
-    @abstractmethod
     def shapes(self, *, tied: bool) -> Shapes:
         """Shapes of every tensor of its checkpoint; with `tied` its head is its embedding."""
+        return shapes_of(self.stored(tied=tied))
 
     @abstractmethod
     def stored(self, *, tied: bool) -> Iterator[Part]:
-        """The tensors of a weight file of PyTorch's, in order."""
+        """All its tensors as a weight file of PyTorch's has them, in order."""
 
     @property
     def unrounded(self) -> frozenset[str]:

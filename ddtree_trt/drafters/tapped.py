@@ -50,8 +50,6 @@ class TappedDims(TransformerDims):
 
 
 class TappedKind(DrafterKind):
-    """A kind whose dimensions are `TappedDims`."""
-
     dims: Any
 
     def __init__(self, dims: Any) -> None:

@@ -34,12 +34,10 @@ class Experts:
     shared: Annotated[int, SHARED] = 0  # width of the shared expert; 0: there is none
     stacked: bool = False  # checkpoints have all experts in one tensor
 
-
-def expert_contradiction(experts: Experts | None) -> str | None:
-    """What of a mixture cannot be true together, or None: each field is right by itself."""
-    if experts is None or experts.per_token <= experts.count:
-        return None
-    return f"per_token {experts.per_token} is more than the count {experts.count}"
+    def contradiction(self) -> str | None:
+        """What cannot be true together, or None: each field is right by itself."""
+        problem = f"per_token {self.per_token} is more than the count {self.count}"
+        return problem if self.per_token > self.count else None
 
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
@@ -104,16 +102,11 @@ class TransformerDims:
         return (query, query, *others) if self.delta else self.qkv_widths
 
     @property
-    def inner_width(self) -> int:
-        """Width of what a token's MLP, or all of its experts together, compute between their projections."""
-        mixture = self.experts
-        return mixture.per_token * self.intermediate_size + mixture.shared if mixture else self.intermediate_size
-
-    @property
     def widest(self) -> int:
-        """Width of the widest of a row's projections."""
-        before = [sum(self.projected_widths), *([sum(self.delta.projected_widths)] if self.delta else [])]
-        return max(self.inner_width, *before)
+        """Width of the widest of a row's projections; those of a token's experts count together."""
+        inner, mixture = self.intermediate_size, self.experts
+        inner = mixture.per_token * inner + mixture.shared if mixture else inner
+        return max(inner, sum(self.projected_widths), sum(self.delta.projected_widths) if self.delta else 0)
 
     @property
     def rotated(self) -> int:
@@ -143,7 +136,7 @@ class TransformerDims:
             return f"rotary_dim {self.rotated} is not an even number up to head_dim {self.head_dim}"
         if problem := contradiction(self.rope_theta, self.rope_scaling):
             return f"rope_scaling: {problem}"
-        if problem := expert_contradiction(self.experts):
+        if self.experts and (problem := self.experts.contradiction()):
             return f"experts: {problem}"
         if self.delta and (problem := self.delta.contradiction(self.num_layers)):
             return f"delta: {problem}"
@@ -184,7 +177,6 @@ class Part:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Hugging Face names of the joined tensors, in order."""
         return tuple(self.shapes)
 
 
@@ -222,11 +214,7 @@ class Layer:
 
     @property
     def others(self) -> Iterator[Part]:
-        """The other parts, in the order of our weight files."""
-        norms, shared = (self.input_norm, self.post_norm), (self.shared_gate_up, self.shared_down, self.shared_gate)
-        parts = (self.q_norm, self.k_norm, self.o, *norms, self.router, self.gate_up, self.down, *shared)
-        state = (self.conv, self.decay, self.step_bias, self.head_norm)
-        return (part for part in (*parts, *state) if part is not None)
+        return (part for part in self if part not in self.projected)
 
 
 def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
@@ -322,8 +310,7 @@ def head(dims: TransformerDims) -> Part:
 
 def language_model_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
     """Every tensor of a target, or of an autoregressive drafter; with `tied` the head is the embedding."""
-    layers = (part for layer in decoder_layers(dims) for part in layer)
-    return shapes_of((embedding(dims), *layers, final_norm(dims), *(() if tied else (head(dims),))))
+    return shapes_of(language_model_stored(dims, tied=tied))
 
 
 def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part]:
@@ -339,11 +326,6 @@ def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part
 def within_layer(index: int, *parts: Iterable[Part]) -> Iterator[Part]:
     """The parts with names in our weight files that say whose layer they are."""
     return (replace(part, name=f"layers.{index}.{part.name}") for some in parts for part in some)
-
-
-def is_of_values(name: str) -> bool:
-    """Whether a tensor of a checkpoint is the projection of a layer's values."""
-    return name.endswith("self_attn.v_proj.weight")
 
 
 def shapes_of(parts: Iterable[Part]) -> Shapes:

@@ -21,7 +21,7 @@ ScalingName = Literal["linear", "llama3", "yarn"]
 class RopeScaling:
     """How a network's frequencies differ from those of its base, under config.json's names.
 
-    `scaling_fields` are the fields that its type uses; the others have their defaults.
+    `SCALINGS` has the fields that its type uses; the others have their defaults.
     """
 
     rope_type: ScalingName
@@ -35,30 +35,17 @@ class RopeScaling:
     attention_factor: Annotated[float, MAGNITUDE] = 1.0  # cosines and sines are multiplied by it
 
 
-# Type → the fields it uses.
-_FIELDS: Mapping[str, tuple[str, ...]] = {
+# Type → the fields of `RopeScaling` that it uses beside its name.
+SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-    ),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
 }
-SCALINGS = tuple(_FIELDS)
-
-
-def scaling_fields(rope_type: str) -> tuple[str, ...]:
-    """The fields of `RopeScaling` that a type uses beside its name."""
-    return _FIELDS[rope_type]
 
 
 def scaling_entries(scaling: RopeScaling) -> dict[str, object]:
     """What `rope_scaling` of a config.json says."""
-    used = ("rope_type", *scaling_fields(scaling.rope_type))
+    used = ("rope_type", *SCALINGS[scaling.rope_type])
     return {name: getattr(scaling, name) for name in used}
 
 

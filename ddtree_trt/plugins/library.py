@@ -29,14 +29,11 @@ _MARKER = re.compile(rb"ddtree-plugin-abi=(\d+);")
 
 def abi_of(path: Path) -> int | None:
     """The ABI number in a library's file, read without running it; None when there is none."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         found = _MARKER.search(data)
         return int(found[1]) if found else None
-
-
-def is_current(path: Path) -> bool:
-    """Whether there is a library whose ABI is this version's."""
-    return path.is_file() and path.stat().st_size > 0 and abi_of(path) == ABI
 
 
 def library_path(name: str) -> Path:

@@ -110,7 +110,7 @@ def resources_per_replica(
 
 
 def threads_of(options: ServeOptions, cpus: float) -> int:
-    return options.threads or max(1, int(cpus) // options.tensor_parallel_size)
+    return options.threads or max(1, int(cpus) // options.ranks)
 
 
 # Requests with one `X-Session-Id` go to one engine while it has room, then to the next; the others to any.
@@ -201,7 +201,7 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
     engine_dir = engine_dir.resolve()
     manifest = load_manifest(engine_dir)
     slots = manifest.limits.max_batch
-    cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
+    cpus, gpus = resources_per_replica(manifest.backend, replicas, options.ranks)
     scale: dict[str, Any] = {"num_replicas": replicas.replicas}
     if replicas.most > replicas.replicas:
         target = replicas.target_ongoing_requests or slots

@@ -252,7 +252,7 @@ def _engines(
     from ddtree_trt.replicas.deployment import connected, resources_per_replica, threads_of
 
     with connected() as started:
-        backend, ranks = load_manifest(engine_dir).backend, options.tensor_parallel_size
+        backend, ranks = load_manifest(engine_dir).backend, options.ranks
         cpus, gpus = resources_per_replica(backend, replicas, ranks, check=started)
         actor: Any = ray.remote(_Engine).options(
             num_cpus=cpus, num_gpus=gpus, max_concurrency=1000, max_restarts=3, max_task_retries=3

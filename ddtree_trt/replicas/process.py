@@ -40,7 +40,7 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
     with listen(options) as listener:  # that the address can be used, and which port 0 stands for
         port = listener.getsockname()[1]
     with connected() as started:
-        cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size, check=started)
+        cpus, gpus = resources_per_replica(manifest.backend, replicas, options.ranks, check=started)
         if not started and serve.status().applications:
             raise UsageError(
                 "Ray Serve runs applications on this cluster already; deploy beside them with: "

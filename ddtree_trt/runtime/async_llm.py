@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -22,8 +21,7 @@ from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
-from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.core import check_process, open_core
+from ddtree_trt.runtime.core import Client, open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -120,7 +118,7 @@ class QueueFull(DDTreeError):
     """The queue holds `max_waiting` sequences."""
 
 
-class AsyncLLM:
+class AsyncLLM(Client):
     """An engine behind an asyncio interface.
 
     Args:
@@ -145,10 +143,7 @@ class AsyncLLM:
         on_finished: Callable[[Request], None] | None = None,
         **fields: Any,
     ) -> None:
-        self._pid = os.getpid()
-        self.core = open_core(Path(engine_dir), options, progress=progress, **fields)
-        self.engine = self.core.engine
-        self.codec = self.core.codec
+        super().__init__(open_core(Path(engine_dir), options, progress=progress, **fields))
         self.max_waiting = max_waiting
         self._on_finished = on_finished
         # The condition guards what follows; the worker waits on it.
@@ -162,16 +157,6 @@ class AsyncLLM:
         self._cancelled: list[Sequence] = []  # since the last delivery; of the worker
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer."""
-        return self.codec.tokenizer
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        """How this engine's chats write reasoning and calls of tools."""
-        return self.core.chat_format
 
     @property
     def slots(self) -> int:
@@ -235,15 +220,10 @@ class AsyncLLM:
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
-        check_process(self._pid, "AsyncLLM")
+        self._check_process()
         params = sampling_params or SamplingParams()
         request = self.core.maker.make(
-            prompt,
-            params,
-            request_id,
-            on_round=on_round,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
+            prompt, params, request_id, on_round=on_round, chat_template_kwargs=chat_template_kwargs, tools=tools
         )
         submission = Submission(request, lambda: self._command(partial(self._cancel, request)))
         for sequence in request.sequences:
@@ -260,7 +240,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request by its id: it finishes with reason "abort". Does nothing for an unknown or finished one."""
-        check_process(self._pid, "AsyncLLM")
+        self._check_process()
         with self._wake:
             submission = self._active.get(request_id)
         if submission is not None:
@@ -269,7 +249,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix: requests submitted later compute their whole prompts. Running ones are not
         affected. Raises EngineError after shutdown or failure."""
-        check_process(self._pid, "AsyncLLM")
+        self._check_process()
         with self._wake:
             self._check_alive()
             self._commands.append(self.core.scheduler.reset_prefix_cache)
@@ -277,7 +257,7 @@ class AsyncLLM:
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
-        check_process(self._pid, "AsyncLLM")
+        self._check_process()
         while self._admitted:
             await asyncio.sleep(0.02)
 
@@ -286,7 +266,7 @@ class AsyncLLM:
 
         Does nothing in a forked process: worker and engine belong to the parent.
         """
-        if os.getpid() != self._pid:
+        if self._forked:
             return
         with self._wake:
             self._closing = True
@@ -313,7 +293,7 @@ class AsyncLLM:
             raise QueueFull(f"{self.waiting} sequences are waiting, at most {self.max_waiting} may; try again later")
 
     def _command(self, command: Callable[[], None]) -> None:
-        if os.getpid() != self._pid:  # a submission that was closed, or collected as garbage, in a forked process
+        if self._forked:  # a submission that was closed, or collected as garbage, in a forked process
             return
         with self._wake:
             self._commands.append(command)

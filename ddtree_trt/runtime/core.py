@@ -82,14 +82,39 @@ class EngineCore:
                 self.cancel(request)
 
 
-def check_process(owner: int, name: str) -> None:
-    """Raises UsageError in a process that was forked from `owner`, which loaded the object of that name: its engine's
-    threads and device do not survive a fork."""
-    if os.getpid() != owner:
-        raise UsageError(
-            f"this {name} was loaded by process {owner} and cannot be used in process {os.getpid()}, which was forked "
-            "from it; load one here, or start processes with multiprocessing's spawn method"
-        )
+class Client:
+    """What `LLM` and `AsyncLLM` have in common: a core, and the process that may use it."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.engine = core.engine
+        self.codec = core.codec
+        self._pid = os.getpid()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self.codec.tokenizer
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How this engine's chats write reasoning and calls of tools."""
+        return self.core.chat_format
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this process is another than the one that loaded the engine, whose threads and device do not survive
+        a fork."""
+        return os.getpid() != self._pid
+
+    def _check_process(self) -> None:
+        """Raises UsageError in a forked process."""
+        if self._forked:
+            raise UsageError(
+                f"this {type(self).__name__} was loaded by process {self._pid} and cannot be used in process "
+                f"{os.getpid()}, which was forked from it; load one here, or start processes with multiprocessing's "
+                "spawn method"
+            )
 
 
 def _save_costs(directory: Path | None, costs: Costs) -> None:
@@ -114,11 +139,7 @@ def open_core(
 
 
 def assemble_core(
-    directory: Path,
-    engine: Engine,
-    options: EngineOptions = DEFAULTS,
-    *,
-    progress: Progress = no_progress,
+    directory: Path, engine: Engine, options: EngineOptions = DEFAULTS, *, progress: Progress = no_progress
 ) -> EngineCore:
     """The core of an open engine, whose directory holds the tokenizer and the latency profile.
 

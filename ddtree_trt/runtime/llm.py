@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections import deque
@@ -15,8 +14,7 @@ from typing import Any, TypeVar
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.core import check_process, open_core
+from ddtree_trt.runtime.core import Client, open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -28,7 +26,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(Client):
     """A loaded engine for one thread at a time.
 
     Args:
@@ -52,24 +50,11 @@ class LLM:
         progress: Progress = no_progress,
         **fields: Any,
     ) -> None:
-        self.core = open_core(Path(engine_dir), options, progress=progress, **fields)
-        self.engine = self.core.engine
-        self.codec = self.core.codec
-        self._pid = os.getpid()
+        super().__init__(open_core(Path(engine_dir), options, progress=progress, **fields))
         self._lock = threading.Lock()  # held while the engine works
         self._left: deque[Request] = deque()  # of streams that were closed, perhaps while it did
         self._closed = False
         self._warned = False
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer."""
-        return self.codec.tokenizer
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        """How this engine's chats write reasoning and calls of tools."""
-        return self.core.chat_format
 
     def generate(
         self,
@@ -170,7 +155,7 @@ class LLM:
                 yield part
         finally:
             self._left.append(request)
-            if self._pid == os.getpid() and not self._closed and not self._lock.locked():
+            if not self._forked and not self._closed and not self._lock.locked():
                 with self._lock:
                     self._cancel_left()
 
@@ -186,7 +171,7 @@ class LLM:
 
     def _call(self, work: Callable[[], T]) -> T:
         """The result of `work`, which has the engine to itself. Raises UsageError where it may not run."""
-        check_process(self._pid, "LLM")
+        self._check_process()
         if self._closed:
             raise UsageError("this LLM is closed; make another one")
         self._check_free()
@@ -214,7 +199,7 @@ class LLM:
     def close(self) -> None:
         """Release the engine. Open streams end with an error; a second call, or one in a forked process, does nothing.
         Raises UsageError while a call is running."""
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self._forked:
             return
         self._check_free()
         with self._lock:

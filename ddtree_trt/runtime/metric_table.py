@@ -61,23 +61,11 @@ COUNTERS = (
         ("ddtree_rounds_on_device_total", "Decode rounds without the host.", "rounds_on_device"),
         ("ddtree_auto_rounds_total", "Rounds whose budget was chosen automatically.", "automatic.rounds"),
         ("ddtree_auto_rounds_with_draft_total", "Of these, with a draft.", "automatic.drafted"),
-        (
-            "ddtree_auto_rounds_probing_total",
-            "Of those with a draft, made only to see whether drafting pays again.",
-            "automatic.probes",
-        ),
-        (
-            "ddtree_auto_expected_tokens_total",
-            "Tokens expected of the rounds with a draft.",
-            "automatic.expected_tokens",
-        ),
+        ("ddtree_auto_rounds_probing_total", "Of those, to see whether drafting pays again.", "automatic.probes"),
+        ("ddtree_auto_expected_tokens_total", "Tokens expected of those with a draft.", "automatic.expected_tokens"),
         ("ddtree_auto_committed_tokens_total", "Tokens that they committed.", "automatic.committed_tokens"),
         ("ddtree_auto_expected_seconds_total", "Seconds expected of them.", "automatic.expected_s"),
-        (
-            "ddtree_auto_single_token_seconds_total",
-            "Seconds that as many rounds without a draft take.",
-            "automatic.single_token_s",
-        ),
+        ("ddtree_auto_single_token_seconds_total", "The same without drafts.", "automatic.single_token_s"),
     ),
 )
 # A counter for each position of a draft, from 0, in the label `position`.
@@ -109,11 +97,7 @@ HISTOGRAMS = (
         ("vllm:request_inference_time_seconds", "From getting a slot to the last token.", "inference_time_s"),
     ),
     *_each(
-        (
-            "vllm:inter_token_latency_seconds",
-            "Between the tokens of successive rounds of a sequence.",
-            "round_intervals_s",
-        ),
+        ("vllm:inter_token_latency_seconds", "Between the tokens of successive rounds.", "round_intervals_s"),
         unit="seconds per token",
     ),
     *_each(

@@ -12,6 +12,7 @@ from ddtree_trt.records import check, option
 DeviceRoundsMode = Literal["auto", "on", "off"]
 Fp8 = Literal["off", "drafter", "on"]
 MAX_RANKS = 64  # processes over which an engine is split
+SPLIT = "tensor_parallel_size"  # the option that splits it, for messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,19 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.tensor_parallel_size > 1 and self.device_rounds == "on":
+        if self.ranks > 1 and self.device_rounds == "on":
             raise UsageError(
                 "device_rounds is on, but a target that is split has rounds on the host only; use auto or off"
             )
-        if self.tensor_parallel_size > 1 and self.fp8 != "off":
+        if self.ranks > 1 and self.fp8 != "off":
             raise UsageError(
                 f"fp8 is {self.fp8!r}, but the weights of a target that is split are not quantised; use off"
             )
+
+    @property
+    def ranks(self) -> int:
+        """Processes over which the target is split."""
+        return self.tensor_parallel_size
 
 
 DEFAULTS = EngineOptions()

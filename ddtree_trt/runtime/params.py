@@ -30,7 +30,7 @@ BOTH: Mapping[Endpoint, str] = {"chat": "", "completions": ""}
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """What a field's annotation says of it beside its type.
+    """What is stated of a field beside its type and default.
 
     Attributes:
         help: one sentence for the command line and the documentation.
@@ -73,6 +73,12 @@ class Parameter:
         return f"--{self.name.replace('_', '-')}"
 
 
+def parameter(default: Any, text: str, more: str = "", **fields: Any) -> Any:
+    """A field of SamplingParams, whose help is `text`; `fields` are others of `Parameter`."""
+    made: Any = {"default_factory": default} if callable(default) else {"default": default}
+    return dataclasses.field(**made, metadata={"parameter": Parameter(text, more, **fields)})
+
+
 # Kinds of values
 
 
@@ -96,6 +102,7 @@ def _method(name: str) -> str:
 
 Penalty = Annotated[float, Between(-2, 2)]
 Alternatives = Annotated[int, Between(0, 20)]
+TreeBudget = Annotated[Count | Literal["auto"], Expected('"auto" or an integer at least 0')]
 
 
 @dataclass(frozen=True)
@@ -106,163 +113,115 @@ class SamplingParams:
     `top_p` and `min_p`, in this order. Every value is checked on construction; UsageError names the one at fault.
     """
 
-    n: Annotated[
-        int,
-        Between(1, 64),
-        Parameter("Completions of one prompt.", device="always", tensors=("num_return_sequences",)),
-    ] = 1
-    max_tokens: Annotated[
-        Positive | None,
-        Parameter(
-            "Most tokens to generate.",
-            "More than the prompt leaves of the engine's `max_seq_len` is refused. Unless given: "
-            f"{DEFAULT_MAX_TOKENS}, or as many as fit.",
-            device="always",
-            tensors=("max_tokens",),
-            metavar="N",
-        ),
-    ] = None
-    min_tokens: Annotated[
-        Count,
-        Parameter(
-            "Bans stop tokens and ignores stop strings until reached, but where a constraint allows only the end.",
-            tensors=("min_tokens", "min_length"),
-        ),
-    ] = 0
-    temperature: Annotated[
-        float,
-        Between(0, 100),
-        After(_temperature),
-        Parameter("0 is greedy.", device="always", tensors=("temperature",), metavar="T"),
-    ] = 0.0
-    top_k: Annotated[
-        Count,
-        Parameter(
-            "Sample among the K most probable.", "0 is all of them.", device="greedy", tensors=("top_k",), metavar="K"
-        ),
-    ] = 0
-    top_p: Annotated[
-        Share,
-        After(_top_p),
-        Parameter(
-            "Sample within this mass.",
-            "0 is refused: `temperature` makes a request greedy.",
-            device="greedy",
-            tensors=("top_p",),
-            metavar="P",
-        ),
-    ] = 1.0
-    min_p: Annotated[Share, Parameter("Drop tokens below this share of the best.", device="greedy", metavar="P")] = 0.0
-    seed: Annotated[
-        Annotated[int, Between(0, MAX_SEED)] | None,
-        Parameter(
-            "Makes sampling repeatable.",
-            "Requests are independent of each other either way.",
-            device="always",
-            tensors=("seed",),
-            metavar="N",
-        ),
-    ] = None
-    stop: Annotated[
-        Texts, Parameter("End before this text.", device="always", tensors=("stop_words",), metavar="TEXT")
-    ] = ()
-    stop_token_ids: Annotated[TokenIds, Parameter("Token ids that end the output.", device="always")] = ()
-    include_stop_str_in_output: Annotated[bool, Parameter("Keep the stop string in the text.", device="always")] = False
-    ignore_eos: Annotated[bool, Parameter("Go on past the model's own end.", device="always", metavar="")] = False
-    logprobs: Annotated[
-        Alternatives | None,
-        Parameter(
-            "Log-probabilities of the output's tokens, with this many alternatives.",
-            "The target's own, before penalties and temperature.",
-            http={"chat": "top_logprobs", "completions": "logprobs"},
-        ),
-    ] = None
-    prompt_logprobs: Annotated[
-        Alternatives | None,
-        Parameter("Log-probabilities of the prompt's tokens, with this many alternatives.", device="always", http={}),
-    ] = None
-    repetition_penalty: Annotated[
-        float,
-        Between(0.01, 100),  # logits are divided by it: a smaller one overflows float32
-        Parameter(
-            "Over prompt and output; above 1 discourages what they hold.",
-            tensors=("repetition_penalty",),
-        ),
-    ] = 1.0
-    presence_penalty: Annotated[
-        Penalty,
-        Parameter("Over the output: taken from the logit of every token in it.", tensors=("presence_penalty",)),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        Penalty,
-        Parameter(
-            "Over the output: taken from a token's logit for each time it occurs.", tensors=("frequency_penalty",)
-        ),
-    ] = 0.0
-    logit_bias: Annotated[Biases, Parameter("Token id → number added to its logit.")] = dataclasses.field(
-        default_factory=dict
+    n: Annotated[int, Between(1, 64)] = parameter(
+        1, "Completions of one prompt.", device="always", tensors=("num_return_sequences",)
     )
-    echo: Annotated[
-        bool,
-        Parameter(
-            "Put the prompt's text in front of the output's.",
-            "Token ids and log-probabilities stay the output's.",
-            device="always",
-            http={"completions": "echo"},
-        ),
-    ] = False
-    skip_special_tokens: Annotated[bool, Parameter("Leave special tokens out of the text.", device="always")] = True
-    keep_special_tokens: Annotated[
-        TokenIds,
-        Parameter(
-            "Special tokens that stay in the text where the others are left out.",
-            "Chats set it to the tokens that mark reasoning and calls of tools.",
-            device="always",
-            http={},
-        ),
-    ] = ()
-    skip_reading_prefix_cache: Annotated[
-        bool,
-        Parameter(
-            "Compute the whole prompt, whatever of it a slot's cache holds.",
-            "For comparing times: of two runs of a prompt, the second would find it in the cache.",
-            device="always",
-        ),
-    ] = False
-    structured: Annotated[
-        StructuredOutput | None,
-        Parameter(
-            "What the output must be: JSON of a schema, a text that an expression matches, a choice, or one of a "
-            "grammar.",
-            "In bodies `structured_outputs`; also by OpenAI's name `response_format`, and by vLLM's `guided_json`, "
-            "`guided_regex`, `guided_choice` and `guided_grammar`.",
-            http={},
-        ),
-    ] = None
-    method: Annotated[
-        str,
-        After(_method),
-        Parameter(
-            "How drafts are made.",
-            "`auto` is `ddtree`, `draft-model` where the drafter is autoregressive, or `eagle` where it is one of "
-            "EAGLE-3.",
-            device="always",
-            metavar="NAME",
-        ),
-    ] = AUTO
-    tree_budget: Annotated[
-        Count | Literal["auto"],
-        Expected('"auto" or an integer at least 0'),
-        Parameter(
-            "Draft nodes per round; auto chooses every round.",
-            "It is a chain's length for the chain methods. `auto` chooses for `ddtree`, `eagle` and `draft-model` what "
-            "makes most tokens per second, single tokens where drafting does not pay; it is the whole block for "
-            "`dflash` and `dflash-sample`.",
-            device="always",
-            tensors=("num_draft_tokens",),
-            metavar="N|auto",
-        ),
-    ] = "auto"
+    max_tokens: Positive | None = parameter(
+        None,
+        "Most tokens to generate.",
+        "More than the prompt leaves of the engine's `max_seq_len` is refused. Unless given: "
+        f"{DEFAULT_MAX_TOKENS}, or as many as fit.",
+        device="always",
+        tensors=("max_tokens",),
+        metavar="N",
+    )
+    min_tokens: Count = parameter(
+        0,
+        "Bans stop tokens and ignores stop strings until reached, but where a constraint allows only the end.",
+        tensors=("min_tokens", "min_length"),
+    )
+    temperature: Annotated[float, Between(0, 100), After(_temperature)] = parameter(
+        0.0, "0 is greedy.", device="always", tensors=("temperature",), metavar="T"
+    )
+    top_k: Count = parameter(
+        0, "Sample among the K most probable.", "0 is all of them.", device="greedy", tensors=("top_k",), metavar="K"
+    )
+    top_p: Annotated[Share, After(_top_p)] = parameter(
+        1.0,
+        "Sample within this mass.",
+        "0 is refused: `temperature` makes a request greedy.",
+        device="greedy",
+        tensors=("top_p",),
+        metavar="P",
+    )
+    min_p: Share = parameter(0.0, "Drop tokens below this share of the best.", device="greedy", metavar="P")
+    seed: Annotated[int, Between(0, MAX_SEED)] | None = parameter(
+        None,
+        "Makes sampling repeatable.",
+        "Requests are independent of each other either way.",
+        device="always",
+        tensors=("seed",),
+        metavar="N",
+    )
+    stop: Texts = parameter((), "End before this text.", device="always", tensors=("stop_words",), metavar="TEXT")
+    stop_token_ids: TokenIds = parameter((), "Token ids that end the output.", device="always")
+    include_stop_str_in_output: bool = parameter(False, "Keep the stop string in the text.", device="always")
+    ignore_eos: bool = parameter(False, "Go on past the model's own end.", device="always", metavar="")
+    logprobs: Alternatives | None = parameter(
+        None,
+        "Log-probabilities of the output's tokens, with this many alternatives.",
+        "The target's own, before penalties and temperature.",
+        http={"chat": "top_logprobs", "completions": "logprobs"},
+    )
+    prompt_logprobs: Alternatives | None = parameter(
+        None, "Log-probabilities of the prompt's tokens, with this many alternatives.", device="always", http={}
+    )
+    # Logits are divided by it: a smaller one overflows float32.
+    repetition_penalty: Annotated[float, Between(0.01, 100)] = parameter(
+        1.0, "Over prompt and output; above 1 discourages what they hold.", tensors=("repetition_penalty",)
+    )
+    presence_penalty: Penalty = parameter(
+        0.0, "Over the output: taken from the logit of every token in it.", tensors=("presence_penalty",)
+    )
+    frequency_penalty: Penalty = parameter(
+        0.0, "Over the output: taken from a token's logit for each time it occurs.", tensors=("frequency_penalty",)
+    )
+    logit_bias: Biases = parameter(dict, "Token id → number added to its logit.")
+    echo: bool = parameter(
+        False,
+        "Put the prompt's text in front of the output's.",
+        "Token ids and log-probabilities stay the output's.",
+        device="always",
+        http={"completions": "echo"},
+    )
+    skip_special_tokens: bool = parameter(True, "Leave special tokens out of the text.", device="always")
+    keep_special_tokens: TokenIds = parameter(
+        (),
+        "Special tokens that stay in the text where the others are left out.",
+        "Chats set it to the tokens that mark reasoning and calls of tools.",
+        device="always",
+        http={},
+    )
+    skip_reading_prefix_cache: bool = parameter(
+        False,
+        "Compute the whole prompt, whatever of it a slot's cache holds.",
+        "For comparing times: of two runs of a prompt, the second would find it in the cache.",
+        device="always",
+    )
+    structured: StructuredOutput | None = parameter(
+        None,
+        "What the output must be: JSON of a schema, a text that an expression matches, a choice, or one of a grammar.",
+        "In bodies `structured_outputs`; also by OpenAI's name `response_format`, and by vLLM's `guided_json`, "
+        "`guided_regex`, `guided_choice` and `guided_grammar`.",
+        http={},
+    )
+    method: Annotated[str, After(_method)] = parameter(
+        AUTO,
+        "How drafts are made.",
+        "`auto` is `ddtree`, `draft-model` where the drafter is autoregressive, or `eagle` where it is one of EAGLE-3.",
+        device="always",
+        metavar="NAME",
+    )
+    tree_budget: TreeBudget = parameter(
+        "auto",
+        "Draft nodes per round; auto chooses every round.",
+        "It is a chain's length for the chain methods. `auto` chooses for `ddtree`, `eagle` and `draft-model` what "
+        "makes most tokens per second, single tokens where drafting does not pay; it is the whole block for `dflash` "
+        "and `dflash-sample`.",
+        device="always",
+        tensors=("num_draft_tokens",),
+        metavar="N|auto",
+    )
 
     def __post_init__(self) -> None:
         self.__dict__.update({name: plain(value) for name, value in self.__dict__.items()})
@@ -303,12 +262,12 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 def _rows() -> Iterator[Parameter]:
     annotated, bare = (typing.get_type_hints(SamplingParams, include_extras=extras) for extras in (True, False))
     for field in dataclasses.fields(SamplingParams):
-        annotation, kind = annotated[field.name], bare[field.name]
-        (row,) = (each for each in annotation.__metadata__ if isinstance(each, Parameter))
-        default = {} if field.default is dataclasses.MISSING else field.default
+        kind = bare[field.name]
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             kind = typing.get_args(kind)[0]
-        yield dataclasses.replace(row, name=field.name, default=default, annotation=annotation, type=kind)
+        default = {} if field.default is dataclasses.MISSING else field.default
+        made = {"name": field.name, "default": default, "annotation": annotated[field.name], "type": kind}
+        yield dataclasses.replace(field.metadata["parameter"], **made)
 
 
 PARAMETERS: Mapping[str, Parameter] = {row.name: row for row in _rows()}

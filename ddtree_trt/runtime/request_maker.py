@@ -155,11 +155,10 @@ class RequestMaker:
                     f"{name} {getattr(params, name)} does not fit: the prompt leaves {room} of this engine's "
                     f"{limits.max_seq_len} tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
                 )
-        if min(ids) < 0 or max(ids) >= vocab:
-            wrong = next(t for t in ids if not 0 <= t < vocab)
-            raise UsageError(f"token id {shown(wrong)} in the prompt is outside the vocabulary of {vocab}")
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if (out := next((t for t in tokens if t >= vocab), None)) is not None:
+        named = {"the prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias}
+        for name, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                out = next(t for t in tokens if not 0 <= t < vocab)
                 raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
         if len(self._ending_tokens(params)) >= vocab:
             raise UsageError(

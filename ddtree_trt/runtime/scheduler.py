@@ -102,8 +102,8 @@ class Scheduler:
 
     def _chunks(self) -> list[PromptChunk]:
         """What the next pass takes of prompts: a chunk of the oldest; where the engine mixes them up to half of it is
-        for others, the shortest first, which so do not wait for a long one. A constraint that takes long to compile
-        keeps nobody waiting but its own sequence."""
+        for others, the shortest first, which so do not wait for a long one, and up to half is left to the rows of the
+        round. A constraint that takes long to compile keeps nobody waiting but its own sequence."""
         ready = [s for s in self.prefilling if s.sampler.prepare()]
         if not ready and not self.running:
             ready = [*self.prefilling][:1]
@@ -111,6 +111,9 @@ class Scheduler:
             return []
         oldest, *others = ready if self.engine.mixes else ready[:1]
         chunks, room = list[PromptChunk](), self.engine.manifest.limits.prefill_chunk
+        if self.engine.mixes:
+            beside = sum(1 + s.metrics.drafted_tokens // max(1, s.metrics.rounds) for s in self.running)
+            room = max(room - beside, (room + 1) // 2)
         kept = min(self._unread(oldest), (room + 1) // 2)
         for s in sorted(others, key=self._unread):
             if most := room - kept:
@@ -176,13 +179,14 @@ class Scheduler:
         """Tokens of the prompt that the slot's cache holds and the sequence can start behind."""
         if sequence.params.skip_reading_prefix_cache or sequence.params.prompt_logprobs is not None:
             return 0  # for prompt_logprobs: the logits of every prompt row are needed
-        held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
-        shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
-        if sequence.drafts and self.engine.manifest.drafting.shifted_inputs:
-            # The row of the last common token was made with the token behind it, which the prompt may not have.
-            held, shared = max(held - 1, 0), max(shared - 1, 0)
+        kept = min(self.engine.length(index), _common_prefix(self._slots[index].tokens, sequence.prompt))
+        if sequence.drafts:
+            kept = self.engine.draftable(index, kept)
+            if self.engine.manifest.drafting.shifted_inputs:
+                # The row of the last common token was made with the token behind it, which the prompt may not have.
+                kept = max(kept - 1, 0)
         # The last token is always computed, for its logits.
-        return self.engine.restorable(index, min(held, shared, len(sequence.prompt) - 1))
+        return self.engine.restorable(index, min(kept, len(sequence.prompt) - 1))
 
     def _sweep(self) -> None:
         """Let sequences run that have their first token, take finished ones out of every queue and free their slots,

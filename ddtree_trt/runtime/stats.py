@@ -21,6 +21,10 @@ _SHOWN = (
     *("budgets", "queue_time_s", "time_to_first_token_s", "time_per_output_token_s", "decode_tokens_per_s"),
     *("stage_s", "on_device", "why_host"),
 )
+_SUMMED = (
+    *("output_tokens", "rounds", "committed_tokens", "drafted_tokens", "drafting_rounds", "rounds_on_device"),
+    "sequences",
+)
 _ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the other stages run on the host
 
 
@@ -235,26 +239,18 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
     parts = [part.snapshot() for part in parts]
     if len(parts) == 1:
         return parts[0]
-    scheduled = [p.scheduled_s for p in parts if p.scheduled_s is not None]
-    firsts = [p.first_token_s for p in parts if p.first_token_s is not None]
-    lasts = [p.last_token_s for p in parts if p.last_token_s is not None]
-    return RequestMetrics(
+
+    def known(name: str) -> list[float]:
+        return [value for part in parts if (value := getattr(part, name)) is not None]
+
+    return replace(
+        parts[0],  # prompt and route are common to all completions of a request
+        **{name: sum(getattr(p, name) for p in parts) for name in _SUMMED},
         arrival_s=min(p.arrival_s for p in parts),
-        scheduled_s=min(scheduled, default=None),
-        first_token_s=min(firsts, default=None),
-        last_token_s=max(lasts, default=None),
-        prompt_tokens=parts[0].prompt_tokens,
-        cached_tokens=parts[0].cached_tokens,
-        output_tokens=sum(p.output_tokens for p in parts),
-        rounds=sum(p.rounds for p in parts),
-        committed_tokens=sum(p.committed_tokens for p in parts),
-        drafted_tokens=sum(p.drafted_tokens for p in parts),
-        drafting_rounds=sum(p.drafting_rounds for p in parts),
-        rounds_on_device=sum(p.rounds_on_device for p in parts),
+        scheduled_s=min(known("scheduled_s"), default=None),
+        first_token_s=min(known("first_token_s"), default=None),
+        last_token_s=max(known("last_token_s"), default=None),
         parts=tuple(parts),
         automatic=AutomaticRounds.total(p.automatic for p in parts),
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
-        on_device=parts[0].on_device,  # one route for all completions of a request
-        why_host=parts[0].why_host,
-        sequences=sum(p.sequences for p in parts),
     )

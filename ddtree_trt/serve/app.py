@@ -44,10 +44,7 @@ _POSTS: dict[str, tuple[type[BaseModel], Callable[[Service, Request, Any], Await
 
 
 def open_app(
-    engine_dir: Path,
-    options: ServeOptions,
-    progress: Progress = no_progress,
-    metrics_page: MetricsPage | None = None,
+    engine_dir: Path, options: ServeOptions, progress: Progress = no_progress, metrics_page: MetricsPage | None = None
 ) -> tuple[AsyncLLM, Gate]:
     """Load an engine; returns it and its ASGI application, which shuts it down when it ends. `progress` and errors are
     those of AsyncLLM. `metrics_page` is answered to scrapers in place of the page of this engine alone."""

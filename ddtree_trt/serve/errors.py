@@ -40,14 +40,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "server" if self.status >= 500 else "rate_limit" if self.status == 429 else "invalid_request"
-        texts = {
-            "message": cut(self.message, _MESSAGE_CHARACTERS),
-            "type": f"{kind}_error",
-            "param": self.param and cut(self.param),
-            "code": self.code,
-        }
-        # A client's text may hold surrogates, which UTF-8 cannot encode.
-        return {"error": {k: v and v.encode("utf-8", "backslashreplace").decode() for k, v in texts.items()}}
+        message, param = cut(self.message, _MESSAGE_CHARACTERS), self.param and cut(self.param)
+        return {"error": {"message": message, "type": f"{kind}_error", "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)

@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import math
+import resource
 import socket
 import time
 from pathlib import Path
@@ -21,14 +22,14 @@ from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
-from ddtree_trt.serve.connections import Connections
+from ddtree_trt.serve.connections import Connection
 from ddtree_trt.serve.limits import Gate, with_origins
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.terminal.printing import progress_bars
+from ddtree_trt.worker_process import limit
 
-_BACKLOG = 2048
-_ACCEPTS = 8  # connections taken at once: more might need more files than there are before the idle ones end
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
+_OTHER_FILES = 80  # of the engine, the listener, other processes, and connections beyond those of the requests
 _FLUSH_S = 2  # timeout for connections to send their buffers
 _END_S = 4.5  # from the end of the drain timeout to when the process is ended, whatever it is doing
 _END_NOW_S = 4.5  # from a second signal to the same
@@ -54,12 +55,13 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
-    connections = Connections(options.max_requests)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY:
+        limit(resource.RLIMIT_NOFILE, max(files, _OTHER_FILES + options.max_requests))
     llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
         with_origins(gate, options),
-        http=connections.protocol(),
-        backlog=_ACCEPTS,
+        http=Connection,
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         server_header=False,
@@ -139,8 +141,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
-        for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio takes one number for the queue and for what it takes of it at once
         print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -89,6 +89,7 @@ def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
     return {int: "INT32", float: "FP32", bool: "BOOL", str: "STRING"}[row.type], (1,)
 
 
+_COUNTS = ("num_input_tokens", "num_output_tokens")
 # Parameters with a separate place in TensorRT-LLM's order; all others that have a tensor stand together.
 _PLACED = ("n", "max_tokens", "min_tokens", "stop", "tree_budget")
 _TRTLLM = (
@@ -102,10 +103,7 @@ _TRTLLM = (
     *_sets(*(name for name in PARAMETERS if name not in _PLACED)),
     *_sets("n", bare=True),
     *_sets("tree_budget"),
-    Tensor("return_log_probs", "BOOL", bare=True),
-    Tensor("return_num_input_tokens", "BOOL", bare=True),
-    Tensor("return_num_output_tokens", "BOOL", bare=True),
-    Tensor("return_perf_metrics", "BOOL", bare=True),
+    *(Tensor(f"return_{name}", "BOOL", bare=True) for name in ("log_probs", *_COUNTS, "perf_metrics")),
     Tensor("guided_decoding_guide_type", "STRING"),
     Tensor("guided_decoding_guide", "STRING"),
     Tensor("sampling_parameters", "STRING"),
@@ -122,11 +120,7 @@ _VLLM = (
     Tensor("stream", "BOOL"),
     Tensor("sampling_parameters", "STRING"),
     Tensor("exclude_input_in_output", "BOOL"),
-    Tensor("return_finish_reason", "BOOL"),
-    Tensor("return_cumulative_logprob", "BOOL"),
-    Tensor("return_logprobs", "BOOL"),
-    Tensor("return_num_input_tokens", "BOOL"),
-    Tensor("return_num_output_tokens", "BOOL"),
+    *(Tensor(f"return_{name}", "BOOL") for name in ("finish_reason", "cumulative_logprob", "logprobs", *_COUNTS)),
 )
 TIMES = ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns")
 

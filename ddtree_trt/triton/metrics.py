@@ -21,13 +21,6 @@ OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "
 # Published beside the rows of the table: the model's own counters.
 REQUESTS = "ddtree_requests_total"
 RESPONSES = "ddtree_responses_total"
-FORWARD_SECONDS = "ddtree_forward_seconds_total"
-FORWARD_CPU_SECONDS = "ddtree_forward_cpu_seconds_total"
-OWN = {
-    RESPONSES: "Responses sent, parts of streams included.",
-    FORWARD_SECONDS: "Seconds spent making and sending responses, waits for the server included.",
-    FORWARD_CPU_SECONDS: "Processor seconds of the same.",
-}
 REQUEST_COUNTERS = {row.name: row for row in COUNTERS if row.triton}
 ENGINE_GAUGES = {row.name: row for row in GAUGES if row.triton}
 # Of whole requests: one of every round or token would cost an exchange with the server each.
@@ -54,8 +47,10 @@ class Metrics:
         self._observed: list[tuple[str, float]] = []
         self._adding = threading.Lock()
         self._flushing = threading.Lock()
-        for name, text in {**{name: row.text for name, row in REQUEST_COUNTERS.items()}, **OWN}.items():
-            self._make(family, name, text, family.COUNTER, {name: dict(labels)})
+        for name, counter in REQUEST_COUNTERS.items():
+            self._make(family, name, counter.text, family.COUNTER, {name: dict(labels)})
+        text = "Responses sent, parts of streams included."
+        self._make(family, RESPONSES, text, family.COUNTER, {RESPONSES: dict(labels)})
         for name, gauge in ENGINE_GAUGES.items():
             self._make(family, name, gauge.text, family.GAUGE, {name: dict(labels)})
         for name, row in REQUEST_HISTOGRAMS.items():

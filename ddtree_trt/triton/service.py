@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -23,18 +22,8 @@ from ddtree_trt.errors import ArtifactError, DDTreeError, MissingDependency, Usa
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.triton.layouts import LAYOUTS, Layout
-from ddtree_trt.triton.metrics import (
-    ENGINE_GAUGES,
-    FORWARD_CPU_SECONDS,
-    FORWARD_SECONDS,
-    REQUEST_COUNTERS,
-    REQUEST_HISTOGRAMS,
-    RESPONSES,
-    Metrics,
-)
+from ddtree_trt.triton.metrics import ENGINE_GAUGES, REQUEST_COUNTERS, REQUEST_HISTOGRAMS, RESPONSES, Metrics
 from ddtree_trt.triton.requests import Arrays, Call, Responder
-
-_PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
 
 
 @dataclass(frozen=True)
@@ -55,24 +44,19 @@ class Settings:
         """
         name = model_config["name"]
         given = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
-        if missing := [key for key in _PARAMETERS if key not in given]:
-            raise ArtifactError(f"config.pbtxt of {name!r} lacks the parameters {missing}; export the model again")
-        if given["ddtree_trt_version"] != __version__:
+        if (version := given.get("ddtree_trt_version")) != __version__:
             raise ArtifactError(
-                f"model {name!r} was exported by ddtree-trt {given['ddtree_trt_version']}, the server's Python "
-                f"({sys.prefix}) has {__version__}; install the former there, or export the model again with the latter"
+                f"model {name!r} was exported by ddtree-trt {version}, the server's Python ({sys.prefix}) has "
+                f"{__version__}; install the former there, or export the model again with the latter"
             )
-        if given["layout"] not in LAYOUTS:
-            raise ArtifactError(f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUTS)}")
-        for key in ("max_queue", "threads"):
-            if not given[key].isdecimal():
-                raise ArtifactError(f"config.pbtxt of {name!r}: {key} must be a whole number, not {given[key]!r}")
-        return cls(
-            layout=LAYOUTS[given["layout"]],
-            max_queue=int(given["max_queue"]),
-            threads=int(given["threads"]),
-            outputs=frozenset(output["name"] for output in model_config["output"]),
-        )
+        layout, *numbers = (given.get(key, "") for key in ("layout", "max_queue", "threads"))
+        if layout not in LAYOUTS or not all(number.isdecimal() for number in numbers):
+            raise ArtifactError(
+                f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUTS)}, max_queue and threads whole "
+                f"numbers; found {given}"
+            )
+        outputs = frozenset(output["name"] for output in model_config["output"])
+        return cls(LAYOUTS[layout], *map(int, numbers), outputs)  # type: ignore[call-arg, arg-type]
 
 
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -235,17 +219,12 @@ class Service:
             await asyncio.to_thread(self._llm.core.maker.grammars.check, call.params.structured)
         with self._llm.submit(call.prompt, call.params) as submission:
             async for part in submission:
-                started, cpu = time.perf_counter(), time.thread_time()
                 whole = part if whole is None or call.stream else whole.joined(part)
                 grown = job.progress(part)
                 if call.stream or part.finished:
                     job.reply.send(responder.arrays(whole), final=part.finished)
                     grown[RESPONSES] = 1
-                spent = {
-                    FORWARD_SECONDS: time.perf_counter() - started,
-                    FORWARD_CPU_SECONDS: time.thread_time() - cpu,
-                }
-                self._metrics.add(**grown, **spent)
+                self._metrics.add(**grown)
         assert whole is not None, "a request's last part always arrives"
         self._metrics.observe(
             (name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.observations(whole.metrics)

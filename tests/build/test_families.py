@@ -131,17 +131,9 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         make_tokenizer(tmp_path, 96)
         edit_json(tmp_path / "tokenizer.json", **changes)
         refused("no usable tokenizer")
-    for text, message in (
-        ("[]", r"tokenizer.json: it is not a JSON object but \[\]"),
-        ("{", "tokenizer.json: it is not valid JSON: EOF while parsing an object at line 1 column 1"),
-        (
-            '{"added_tokens": ' + "[" * 99_999,
-            "tokenizer.json: it is not valid JSON: recursion limit exceeded at line 1",
-        ),
-        ('{"x": Infinity}', "tokenizer.json: it is not valid JSON: expected value at line 1 column 7"),
-    ):
+    for text in ("[]", "{", '{"added_tokens": ' + "[" * 99_999, '{"x": Infinity}'):
         (tmp_path / "tokenizer.json").write_text(text)
-        refused(f"{message}.*; fetch the tokenizer again, that of the target")
+        refused("no usable tokenizer .*; fetch the tokenizer again, that of the target")
     make_tokenizer(tmp_path, 96)
     (tmp_path / "tokenizer_config.json").unlink()
     refused("has no tokenizer_config.json")

@@ -58,7 +58,12 @@ WHOLE: Any = json.loads(json.dumps(dataclasses.asdict(a_profile())))
 
 
 def test_a_wrong_value_is_refused(tmp_path: Path) -> None:
-    more = [(("near", "draft_s"), 3601.0), (("corrections", 0, "ratio"), 0), (("version",), 4), (("extra",), 1)]
+    more: list[tuple[Any, Any]] = [
+        (("near", "draft_s"), 3601.0),
+        (("corrections", 0, "ratio"), 0),
+        (("version",), 4),
+        (("extra",), 1),
+    ]
     more += [(("many", "slots"), 0), (("far", "verify", 1, 1), 0), (("many", "verify", 0, 0), 0)]
     kinds = [(place, wrong) for place, value in places(WHOLE) for wrong in WRONG[type(value)]]
     for place, wrong in [*kinds, *more]:
@@ -145,6 +150,7 @@ def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatc
         clock[0] += {"draft": 0.5 * passes, "verify": 1.0 + 0.1 * (len(slots) * call.tokens - 1)}.get(verb, 0.0)
 
     engine.fail = spend
+    monkeypatch.setattr(engine, "unseen", lambda slot: waiting[0])
     profile = MEASURE(engine)
     assert profile.near.draft_s == pytest.approx(draft_s)
     assert profile.near.context_s == pytest.approx(0.01)

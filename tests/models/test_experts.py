@@ -65,7 +65,7 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     shutil.copy(TARGETS / "qwen3-30b-a3b.json", tmp_path / "config.json")
     dims = read_config(tmp_path).dims
     assert dims.experts == Experts(128, 8, normalised=True)
-    assert (dims.intermediate_size, dims.inner_width, dims.qk_norm) == (768, 6144, True)
+    assert (dims.intermediate_size, dims.widest, dims.qk_norm) == (768, 6144, True)
 
 
 def test_the_count_by_its_other_name(tmp_path: Path) -> None:

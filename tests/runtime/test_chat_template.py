@@ -18,17 +18,16 @@ from pacing import WAIT_S
 from typer.testing import CliRunner
 
 import ddtree_trt
-from ddtree_trt import worker_process
 from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime import llm
-from ddtree_trt.runtime.text import chat_template, chat_template_worker
-from ddtree_trt.runtime.text.chat_template import Limits, Renderer
+from ddtree_trt.runtime.text import chat_template
+from ddtree_trt.runtime.text.chat_template import Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.serve import server
 from ddtree_trt.serve.options import ServeOptions
-from ddtree_trt.worker_process import isolated
+from ddtree_trt.worker_process import Limits, isolated, limit
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "größe?\n{{ 5 }} 😀"}]
 PLAIN = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -37,14 +36,14 @@ TOKENIZER = TextCodec(PACKAGED / "tokenizer", {}).tokenizer
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[Renderer]:
-    renderer = Renderer(Limits(seconds=WAIT_S, memory_bytes=64 << 20, characters=100_000))
+    renderer = Renderer(Limits(cpu_seconds=WAIT_S, memory_bytes=64 << 20), characters=100_000)
     yield renderer
     renderer.close()
 
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Renderer]:
-    renderer = Renderer(Limits(seconds=1.0))
+    renderer = Renderer(Limits(cpu_seconds=1.0, memory_bytes=256 << 20))
     yield renderer
     renderer.close()
 
@@ -69,7 +68,7 @@ BOUNDED = [
     (DOUBLED, "more than the 64 MiB allowed"),
     (DOUBLED.replace("'ab'", "['a', 'b']"), "more than the 64 MiB allowed"),
     ("{{ 'x' * 10 ** 10 }}", "more than the 64 MiB allowed"),
-    ("{{ '%9999999999d' % 1 }}", "refused the messages"),
+    ("{{ '%9999999999d' % 1 }}", "more than the 64 MiB allowed"),
     ("{% for a in range(99999) %}{{ 'xxxx' }}{% endfor %}", "399996 characters, more than the 100000 allowed"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{% for %}", "Expected"),
@@ -81,7 +80,9 @@ BOUNDED = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("template", [NESTED.replace("x", ""), "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_without_an_end_is_stopped(hasty: Renderer, template: str) -> None:
-    with pytest.raises(UsageError, match="took more than 1 s for these messages and was stopped; shorten them"):
+    with pytest.raises(
+        UsageError, match="takes more than 1 s of a processor for these messages and was stopped; shorten"
+    ):
         hasty.render(template, MESSAGES, {})
     assert hasty._process is None, "it does not go on"
 
@@ -112,12 +113,6 @@ def test_an_interrupted_rendering_leaves_no_answer_behind() -> None:
         renderer.render(NESTED, MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
     renderer.close()
-
-
-def test_a_process_that_never_gets_ready_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_START_S", 0.0)
-    with pytest.raises(EngineError, match="no process in 0 s"):
-        Renderer().wait()
 
 
 def test_long_messages_pass_through_the_pipe(renderer: Renderer) -> None:
@@ -157,10 +152,10 @@ def test_it_runs_nothing_of_the_directory_it_is_started_in(tmp_path: Path, monke
 
 
 def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(chat_template, "_MODULE", "ddtree_trt.no_such_module")
-        with pytest.raises(EngineError, match="exit code 1: ModuleNotFoundError: No module named"):
-            Renderer().render("a", MESSAGES, {})
+    renderer = Renderer()
+    renderer._work = "ddtree_trt.no_such_module:rendering"
+    with pytest.raises(EngineError, match="rendered: ModuleNotFoundError: No module named"):
+        renderer.render("a", MESSAGES, {})
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(EngineError, match="/nonexistent/python does not start"):
         Renderer().render("a", MESSAGES, {})
@@ -197,7 +192,7 @@ def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: seen.append((kind, limits)))
     for hard in (resource.RLIM_INFINITY, 500, 2000):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (100, hard))
-        chat_template_worker.limit(resource.RLIMIT_AS, 1000)
+        limit(resource.RLIMIT_AS, 1000)
     unlimited = resource.RLIM_INFINITY
     assert [limits for _, limits in seen] == [(1000, unlimited), (500, 500), (1000, 2000)]
 
@@ -261,10 +256,10 @@ def test_an_engine_s_chat_is_rendered_there(tiny_engine: Path, monkeypatch: pyte
     expected = codec.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert codec.render(MESSAGES) == expected
     assert codec.encode(MESSAGES) == codec.encode(expected)
-    slow = Renderer(Limits(seconds=0.5))
+    slow = Renderer(Limits(cpu_seconds=0.5, memory_bytes=256 << 20))
     monkeypatch.setattr(chat_template, "render", slow.render)
     codec.tokenizer.chat_template = NESTED
-    with pytest.raises(UsageError, match=r"took more than 0\.5 s for these messages"):
+    with pytest.raises(UsageError, match=r"takes more than 0\.5 s of a processor for these messages"):
         codec.encode(MESSAGES)
     slow.close()
 

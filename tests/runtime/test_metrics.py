@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[MetricSpec, str]] = {
 ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, cache_usage=0.25, failed=True)
 # What each publishes beside the table.
 HTTP_ALONE = {"vllm:request_success_total", "ddtree_requests_refused_total"}
-TRITON_ALONE = {triton.REQUESTS, triton.RESPONSES, triton.FORWARD_SECONDS, triton.FORWARD_CPU_SECONDS}
+TRITON_ALONE = {triton.REQUESTS, triton.RESPONSES}
 
 
 class Family:

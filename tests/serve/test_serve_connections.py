@@ -6,7 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
-import signal
 import socket
 import threading
 import time
@@ -14,13 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
 from serving import (
     LONG,
-    ProcessServer,
     ThreadServer,
     events_of,
     hold,
@@ -316,36 +313,3 @@ def test_what_does_not_finish_in_the_drain_timeout_is_told(tiny_engine: Path) ->
         server.server.drain()
         assert whole.result().status_code == 503
         assert events_of(stream.result().text)[-1]["error"]["code"] == "shutting_down"
-
-
-@pytest.mark.parametrize("loop", ["installed", "asyncio"])  # uvloop comes with Ray
-def test_connections_that_ask_nothing_never_lock_others_out(tiny_engine: Path, tmp_path: Path, loop: str) -> None:
-    options = ("--max-requests", "16")
-    if loop == "asyncio":
-        (tmp_path / "uvloop.py").write_text("raise ImportError")
-    with ProcessServer(tiny_engine, *options, files=64 + 16 + 16, env={"PYTHONPATH": str(tmp_path)}) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        idle: list[socket.socket] = []
-        for crowd in (10, 40, 150):
-            server.process.send_signal(signal.SIGSTOP)  # so that they come at once
-            for _ in range(crowd):
-                idle.append(socket.create_connection((host, int(port)), WAIT_S))
-                idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: ")
-            server.process.send_signal(signal.SIGCONT)
-            assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
-        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=WAIT_S)
-        assert answer.status_code == 200
-        for connection in idle:
-            connection.close()
-        server.terminate()
-        assert server.wait() == (0, "")
-
-
-def test_too_few_file_descriptors_are_refused(tiny_engine: Path) -> None:
-    with ProcessServer(tiny_engine, "--max-requests", "16", files=95) as server:
-        code, error = server.wait()
-    assert (code, error) == (
-        2,
-        "error: 16 requests under way need 96 file descriptors, and this process may have 95; raise that (ulimit -n), "
-        "or lower --max-requests\n",
-    )

@@ -13,8 +13,6 @@ import pytest
 from pacing import WAIT_S
 from serving import ThreadServer, metrics
 
-from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.openai.body import parse
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 
 CHAT, COMPLETIONS, ROUNDS = "/v1/chat/completions", "/v1/completions", "/playground/rounds"
@@ -58,7 +56,6 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     said({"content": None}, ".content", "must be a text"),
     said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not 'image_url'"),
     said({"content": [{"type": "text", "text": "a", "x": 1}]}, ".content", "has no 'x'"),
-    said({"content": "\ud800"}, ".content", "half of a surrogate pair"),
     said({"name": "bob"}, ".name", "Unsupported parameter: 'messages.0.name' (the chat template"),
     said({"tool_calls": [{}]}, ".tool_calls.0.function", "Missing required parameter"),
     said({"tool_calls": [CALL]}, "", "tool_calls is for messages of role 'assistant', not of 'user'"),
@@ -67,12 +64,10 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     # Names, and what clients send beside the sampling parameters
     chat({"foo": 1}, "foo", "Unknown parameter: 'foo'"),
     chat({"foo": None}, "foo", "Unknown parameter: 'foo'"),
-    chat({"\ud800": True}, "\\ud800", "Unknown parameter"),
     chat({"echo": True}, "echo", "Unknown parameter: 'echo'"),
     chat({"stream_options": {"y": 1, "x": 1}, "stream": True}, "stream_options.y", "Unknown parameter"),
     chat({"functions": []}, "functions", "Unsupported parameter: 'functions' (give tools, in chats)"),
     chat({"reasoning_effort": "low"}, "reasoning_effort", "(use chat_template_kwargs, such as {"),
-    chat({"metadata": {"\ud800": 1}}, "metadata.\ufffd\ufffd\ufffd", "a text, not 1"),
     chat({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16 entries, not 17"),
     chat({"service_tier": "flex"}, "service_tier", "must be 'auto' or 'default'"),
     chat({"store": True}, "store", "must be False"),
@@ -88,7 +83,6 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ; give one"),
     chat({"max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
     chat({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "above max_tokens (5)"),
-    chat({"method": "\ud800"}, "method", "not '\\ud800'"),
     chat({"method": "draft-model"}, "method", "drafter"),
     chat({"tree_budget": 10**6}, "tree_budget", "above this engine's"),
     chat({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries, not 301"),
@@ -121,7 +115,6 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     prompt({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
     prompt({"prompt": [999_999]}, "prompt", "outside the vocabulary"),
     prompt({"prompt": [-1]}, "prompt", "outside the vocabulary"),
-    prompt({"prompt": "\udfff"}, "prompt", "half of a surrogate pair"),
     prompt({"suffix": "y"}, "suffix", "does not fill in the middle"),
     prompt({"best_of": 2}, "best_of", "Unsupported parameter"),
     prompt({"messages": []}, "messages", "Unknown parameter"),
@@ -134,7 +127,6 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (TOKENIZE, {"prompt": "x", "tools": [TOOL]}, "messages", "need messages"),
     (TOKENIZE, {"prompt": "x", "add_special_tokens": True}, "add_special_tokens", "must be False"),
     (TOKENIZE, {**USER, "chat_template_kwargs": {"no": 1}}, "chat_template_kwargs", "no such variable"),
-    (TOKENIZE, {"prompt": "\ud800"}, "prompt", "surrogate"),
     (TOKENIZE, {"prompt": "x" * 200_000}, "prompt", "200000 characters"),
     (DETOKENIZE, {"tokens": [5, -1]}, "tokens", "token id -1 is outside the vocabulary"),
     (DETOKENIZE, {"tokens": [10**400]}, "tokens", "outside the vocabulary"),
@@ -166,6 +158,7 @@ def test_wrong_parameters_are_refused_by_name(
     ("content", "code"),
     [
         (b"{", "invalid_json"),
+        (b'{"prompt": "\\udfff"}', "invalid_json"),
         (b'{"messages": [}', "invalid_json"),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "invalid_json"),
         *((content, None) for content in (b"", b"\xff\xfe", b"[1, 2]", b'"text"', b"null")),
@@ -298,10 +291,10 @@ def several(value: str, count: int) -> str:
 
 
 COMPLEX = {
-    "wrong messages": (chat_with(messages=several("5", N // 2 - 20)), "at most 262144"),
+    "wrong messages": (chat_with(messages=several("5", N // 2 - 20)), "'messages.0'"),
     "messages of a wrong type": (chat_with(messages=several("5", 200_000)), "'messages.0'"),
     "empty messages": (chat_with(messages=several("{}", 100_000)), "'messages.0.role'"),
-    "unknown names": (names(200_000), "200000 texts and keys"),
+    "unknown names": (names(200_000), "Unknown parameter: '0'"),
     "fewer of them": (names(40_000), "Unknown parameter: '0'"),
     "unknown names of a message": (chat_with(messages=f"[{names(40_000)}]"), "Unknown parameter: 'messages.0.0'"),
     "a long name": (chat_with(**{LONG: "1"}), "Unknown parameter: 'kkkk"),
@@ -311,11 +304,11 @@ COMPLEX = {
     "a long role": (chat_with(messages=f'[{{"role": "{LONG}", "content": "x"}}]'), "messages.0.role"),
     "a long part": (chat_with(messages=f'[{{"role": "user", "content": ["{LONG}"]}}]'), "not 'kkkk"),
     "a long token": (chat_with(logit_bias=f'{{"{LONG}": 1}}'), "must be an integer"),
-    "nesting": (f'{{"messages": {"[" * (N // 4)}', "at most 262144"),
-    "less nesting": (f'{{"messages": {"[" * 33}{"]" * 33}}}', "34 levels of nesting; this server takes at most 32"),
+    "nesting": (f'{{"messages": {"[" * (N // 4)}', "not valid JSON"),
+    "less nesting": (f'{{"messages": {"[" * 33}{"]" * 33}}}', "'messages.0'"),
     "brackets in a text": (f'{{"messages": "{"[" * 1000}{chr(92) * 2}{chr(92)}"{"{" * 1000}"}}', "not '[[["),
-    "many quotes": ('{"a":"' * 300_000, "texts and keys"),
-    "digits": (chat_with(seed="9" * (N - 100)), "too many digits"),
+    "many quotes": ('{"a":"' * 300_000, "not valid JSON"),
+    "digits": (chat_with(seed="9" * (N - 100)), "not valid JSON"),
     "biases": (chat_with(logit_bias=names(40_000)), "at most 300 entries"),
     "wrong stops": (chat_with(stop=several("5", 200_000)), "at most 16 entries"),
     "wrong parts": (chat_with(messages=f'[{{"role": "user", "content": {several("5", 200_000)}}}]'), "not 5"),
@@ -336,13 +329,3 @@ def test_a_wrong_body_below_the_limit_is_refused_briefly(server: ThreadServer, b
         assert found.error_count() < 50, "checking ends at the first complaint"
     except (ValueError, RecursionError):  # what is refused before
         pass
-
-
-def test_brackets_and_quotes_within_texts_do_not_count() -> None:
-    """Texts are told from the rest by their quotes, escaped ones left out."""
-    deep = json.loads("[" * 33 + "]" * 33)
-    for text in ('a"b', "a\\", '\\"', '"' * 9, "[{,", '\\\\"[', "\u0022["):
-        body = json.dumps({"prompt": [text] * 3, "stop": text}).encode()
-        assert parse(body, CompletionRequest).prompt == [text] * 3
-        with pytest.raises(ApiError, match="levels of nesting"):
-            parse(json.dumps({text: deep}).encode(), CompletionRequest)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
     HERE,
     Group,
     RankConfig,
-    Rendezvous,
     Workers,
     open_part,
     worker_loop,
 )
 
-CPU = torch.device("cpu")
+
+def config_of(rank: int, store: str, directory: Path, manifest: Manifest) -> RankConfig:
+    return RankConfig(rank, 2, store, "cpu", 1, directory, manifest)
 
 
 class LastingGroup(Group):
@@ -35,14 +37,14 @@ class LastingGroup(Group):
 class LastingWorker(Workers):
     """The other process, which serves one engine after the other."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, store: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(rendezvous, theirs), daemon=True)
+        self.process = context.Process(target=_serve, args=(store, theirs), daemon=True)
         self.process.start()
 
-    def ring(self) -> None:
-        self.connection.send_bytes(b"")
+    def send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.connection.send((function, arguments))
 
     def lost(self) -> bool:
         return self.process.exitcode is not None
@@ -60,17 +62,17 @@ class TwoRanks:
     """This process as rank 0, and another one."""
 
     def __init__(self, folder: Path) -> None:
-        rendezvous = Rendezvous(str(folder / "store"), 2)
-        self._worker = LastingWorker(rendezvous)
+        self._store = str(folder / "store")
+        self._worker = LastingWorker(self._store)
         assert self._worker.connection.recv() == HERE
-        self._group = LastingGroup(rendezvous, 0, CPU)
+        self._group = LastingGroup(config_of(0, self._store, folder, cast(Any, None)))
 
     @contextmanager
     def open(self, directory: Path) -> Iterator[ParallelEngine]:
         """An engine directory over both."""
         self._worker.connection.send(directory)
-        manifest = load_manifest(directory)
-        engine = ParallelEngine(manifest, open_part(directory, manifest, CPU, self._group), self._group, self._worker)
+        config = config_of(0, self._store, directory, load_manifest(directory))
+        engine = ParallelEngine(config, open_part(config, self._group), self._group, self._worker)
         try:
             yield engine
         finally:
@@ -93,10 +95,10 @@ def hang_when_started(config: RankConfig, rank_0: Connection) -> None:
     rank_0.recv()
 
 
-def _serve(rendezvous: Rendezvous, rank_0: Connection) -> None:
+def _serve(store: str, rank_0: Connection) -> None:
     torch.set_num_threads(1)
     rank_0.send(HERE)
-    group = LastingGroup(rendezvous, 1, CPU)
+    group = LastingGroup(config_of(1, store, Path(), cast(Any, None)))
     while True:
         directory = rank_0.recv()
-        worker_loop(open_part(directory, load_manifest(directory), CPU, group), group, rank_0)
+        worker_loop(open_part(config_of(1, store, directory, load_manifest(directory)), group), rank_0)

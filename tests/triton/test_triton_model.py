@@ -386,7 +386,7 @@ def test_only_an_unstreamed_vllm_text_begins_with_the_prompt_by_default() -> Non
             {**guide("json"), **sampling('{"guided_regex": "a"}')},
             "structured is given twice, the second time by sampling_parameters",
         ),
-        (guide("json_schema", "{"), "guided_decoding_guide: the schema is not JSON"),
+        (guide("json_schema", "{"), "guided_decoding_guide: the schema is no JSON"),
         ({"stream": np.array([True]), "exclude_input_in_output": np.array([False])}, "needs stream=false"),
         (guide("xml"), "guided_decoding_guide_type must be one of json, json_schema, regex"),
     ],

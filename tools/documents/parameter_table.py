@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.reading import Between
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import BOTH, MAX_SEED, PARAMETERS, Parameter
 from ddtree_trt.runtime.values import MAX_INTEGER
@@ -35,38 +34,27 @@ def with_table(document: str) -> str:
 
 def table() -> str:
     """The table in Markdown."""
-    return HEAD + "".join(f"| {' | '.join(_cells(row))} |\n" for row in PARAMETERS.values())
-
-
-def _cells(row: Parameter) -> list[str]:
-    return [
-        f"`{row.name}`",
-        _default(row.default),
-        values(row),
-        f"{row.help} {row.more}".strip(),
-        ON_DEVICE[row.device],
-        "" if row.metavar is None else f"`{row.option}`",
-        _http(row),
-        ", ".join(f"`{name}`" for name in row.tensors),
-    ]
+    lines = []
+    for row in PARAMETERS.values():
+        cells = [f"`{row.name}`", _default(row.default), values(row), f"{row.help} {row.more}".strip()]
+        cells += [ON_DEVICE[row.device], "" if row.metavar is None else f"`{row.option}`", _http(row)]
+        lines.append(f"| {' | '.join([*cells, ', '.join(f'`{name}`' for name in row.tensors)])} |\n")
+    return HEAD + "".join(lines)
 
 
 def values(row: Parameter) -> str:
     """The values that a parameter takes, in words."""
     if row.name == "method":
         return ", ".join(f"`{name}`" for name in (AUTO, *METHODS))
-    bounds = "" if row.bounds is None else _bounds(row.bounds)
+    bounds = ""
+    if row.bounds is not None:
+        lowest, highest = row.bounds.lowest, row.bounds.highest
+        bounds = f"{lowest} to {'2^64 − 1' if highest == MAX_SEED else highest}".replace("-", "−")
+        bounds = f"from {lowest}" if highest == MAX_INTEGER else bounds
     if row.type == dict[int, float]:
         return f"token id → {bounds}"
     words = {bool: "true, false", tuple[str, ...]: "strings", tuple[int, ...]: "token ids"}
     return words.get(row.type) or ("`auto`, " if row.default == "auto" else "") + (bounds or "a constraint")
-
-
-def _bounds(bounds: Between) -> str:
-    lowest, highest = bounds.lowest, bounds.highest
-    if highest == MAX_INTEGER:
-        return f"from {lowest}"
-    return f"{lowest} to {'2^64 − 1' if highest == MAX_SEED else highest}".replace("-", "−")
 
 
 def _http(row: Parameter) -> str:

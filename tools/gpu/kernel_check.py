@@ -148,7 +148,17 @@ def check_attention(device: str) -> dict[str, Any]:
                                             "dtype": str(dtype), "mode": mode_name, "max_abs": eager[0],
                                             "relative": eager[1]})  # fmt: skip
                         if cuda:
-                            check_capture(case, lengths)
+                            graph = torch.cuda.CUDAGraph()
+                            with torch.cuda.graph(graph):
+                                case.launch()
+                            for past in lengths:
+                                case.reset(past)
+                                case.launch()
+                                eager_out = case.out.clone()
+                                case.reset(past)
+                                graph.replay()
+                                torch.cuda.synchronize()
+                                assert torch.equal(eager_out, case.out), "a replayed graph differs from the launch"
     worst = max(r["max_abs"] for r in results)
     relative = max(r["relative"] for r in results)
     return {
@@ -213,20 +223,6 @@ def time_attention(device: str) -> dict[str, Any]:
         case.reset((past,))
         report[f"{tokens} rows behind {past}"] = microseconds(device, case.launch)
     return report
-
-
-def check_capture(case: Attention, lengths: list[tuple[int, int]]) -> None:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.launch()
-    for past in lengths:
-        case.reset(past)
-        case.launch()
-        eager = case.out.clone()
-        case.reset(past)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(eager, case.out), "a replayed graph differs from the eager launch"
 
 
 def as_pointer(array: np.ndarray) -> ctypes.c_void_p:

@@ -28,13 +28,8 @@ from .validation import tokens_per_round
 
 DEFAULTS = Settings()
 GPU: dict[str, float] = {"sequences": 32, "tokens": 16384, "writers": 3, "batch": 384, "minutes": 20}
-CPU: dict[str, float] = {
-    "sequences": DEFAULTS.drafter.sequences,
-    "tokens": DEFAULTS.drafter.tokens,
-    "writers": 1,
-    "batch": DEFAULTS.data.batch,
-    "minutes": 480,
-}
+CPU: dict[str, float] = {"sequences": DEFAULTS.drafter.sequences, "tokens": DEFAULTS.drafter.tokens, "writers": 1}
+CPU |= {"batch": DEFAULTS.data.batch, "minutes": 480}
 
 
 def write_answers(target: Target, args: argparse.Namespace, settings: Settings) -> None:

@@ -44,22 +44,17 @@ def compose(template: str, words: Mapping[str, Sequence[str]], rng: random.Rando
     return _PLACE.sub(fill, guarded).replace("{{", "{").replace("}}", "}").replace("\0", "{").replace("\1", "}")
 
 
-def _varied(prompt: str, rng: random.Random) -> str:
-    """The prompt as some people write: without capitals or full stops, or with a polite word."""
-    form = rng.random()
-    if form < 0.06:
-        return prompt[0].lower() + prompt[1:].rstrip(".?!")
-    if form < 0.10 and prompt.endswith("."):
-        return prompt[:-1] + ", please."
-    return prompt
-
-
 def training_prompts(seed: int, part: int, count: int) -> list[tuple[str, str]]:
     """`count` pairs (kind, prompt) of training kinds; `part` numbers independent portions of one seed's stream."""
-    rng = random.Random(f"training {seed} {part}")
-    kinds = list(TRAINING)
-    chosen = [rng.choice(kinds) for _ in range(count)]
-    return [(kind, _varied(compose(rng.choice(TRAINING[kind]), WORDS, rng), rng)) for kind in chosen]
+    rng, kinds, found = random.Random(f"training {seed} {part}"), list(TRAINING), []
+    for kind in [rng.choice(kinds) for _ in range(count)]:
+        prompt, form = compose(rng.choice(TRAINING[kind]), WORDS, rng), rng.random()
+        if form < 0.06:  # as some people write: without capitals or full stops, or with a polite word
+            prompt = prompt[0].lower() + prompt[1:].rstrip(".?!")
+        elif form < 0.10 and prompt.endswith("."):
+            prompt = prompt[:-1] + ", please."
+        found.append((kind, prompt))
+    return found
 
 
 def held_out_prompts(seed: int, count: int) -> list[tuple[str, str]]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ddtree_trt.drafters.dflash.dims import default_tap_layers
 
+from .loop import fast_dtype
+
 _MARK = "\N{LEFT BLACK LENTICULAR BRACKET}request\N{RIGHT BLACK LENTICULAR BRACKET}"
 
 
@@ -31,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Target:
-    """A model in bf16, its tokenizer and the layers whose outputs are tapped.
+    """A model, its tokenizer and the layers whose outputs are tapped.
 
     Letters: N sequences, S positions, K tapped layers, H hidden size, V vocabulary.
     """
@@ -105,23 +107,21 @@ class Target:
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """A user's message in the chat template, up to where the answer begins."""
-        return self._ids(self._rendered(prompt))
+        return self._ids(0, prompt)
 
     def next_ids(self, prompt: str) -> list[int]:
         """A user's later message, from the stop token of the answer before it to where the next answer begins."""
-        return self._ids(self._rendered("", _MARK, prompt).split(_MARK)[1])
+        return self._ids(1, "", _MARK, prompt)
 
     def opening_ids(self) -> list[int]:
         """The chat template up to where the user's message begins."""
-        return self._ids(self._rendered(_MARK).split(_MARK)[0])
+        return self._ids(0, _MARK)
 
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False).input_ids
-
-    def _rendered(self, *said: str) -> str:
-        """Messages of user and target in turn, the first one the user's."""
+    def _ids(self, part: int, *said: str) -> list[int]:
+        """Part of messages of user and target in turn, the first one the user's; marks divide the parts."""
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(text.split(_MARK)[part], add_special_tokens=False).input_ids
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def load_target(source: str, taps: int | tuple[int, ...], device: str = "cpu", t
     words = transformers.AutoTokenizer.from_pretrained(tokenizer or folder, **arguments)
     if arguments and hasattr(transformers, "GgufConfig"):  # newer ones keep the file's blocks unless asked
         arguments = {**arguments, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=fast_dtype(device), **arguments)
     model = model.to(device).eval()
     if isinstance(taps, int):
         taps = spread_taps(model.config.num_hidden_layers, taps)

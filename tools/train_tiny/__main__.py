@@ -117,16 +117,6 @@ def needed(name: str) -> list[str]:
     return list(dict.fromkeys([*(found for need in NEEDS[name] for found in needed(need)), name]))
 
 
-def copy_packaged(out: Path, names: tuple[str, ...]) -> None:
-    """Begin OUT with the package's prompts and these folders of it, which are then not made."""
-    packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(packaged / "prompts.jsonl", out)
-    for name in names:
-        if not (out / name).exists():
-            shutil.copytree(packaged / name, out / name)
-
-
 def scaled(settings: Settings, scale: float) -> Settings:
     """The trainings `scale` times as long."""
 
@@ -158,8 +148,13 @@ def main() -> None:
     corpus_size = replace(settings.corpus, conversations=args.conversations)
     settings = replace(settings, corpus=corpus_size, pools=args.pools or settings.pools)
     if args.packaged:
+        packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
+        args.out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(packaged / "prompts.jsonl", args.out)
         others = ("dspark", "eagle3") if args.stage == "evaluate" else ()
-        copy_packaged(args.out, ("target", "drafter", "tokenizer", *others))
+        for name in ("target", "drafter", "tokenizer", *others):
+            if not (args.out / name).exists():
+                shutil.copytree(packaged / name, args.out / name)
     tiny = Tiny(scaled(settings, args.scale), args.work, args.out)
     for name in NEEDS if args.stage == "all" else needed(args.stage):
         began = time.time()

@@ -13,11 +13,6 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from .settings import EOS, EvaluationSettings
 
 
-def has_in_order(text: str, facts: list[str]) -> bool:
-    """Every fact occurs after the one before."""
-    return re.search(".*?".join(map(re.escape, facts)), text, re.DOTALL) is not None
-
-
 def passes_tests(source: str, name: str, tests: list[list[Any]]) -> bool:
     """Run an answer of the tiny target, which can only write small pure functions, against its tests."""
     scope: dict[str, Any] = {}
@@ -41,9 +36,9 @@ def is_right(row: dict[str, Any], text: str) -> bool:
     expected: str = row["expected"]
     if expected.startswith("="):
         return text.strip() == expected[1:].strip()
-    padded = f" {text}"
-    facts = row.get("facts", [expected])
-    return expected in padded and has_in_order(padded, facts) and all(fact in padded for fact in row.get("also", []))
+    padded, facts = f" {text}", ".*?".join(map(re.escape, row.get("facts", [expected])))
+    in_order = re.search(facts, padded, re.DOTALL) is not None
+    return expected in padded and in_order and all(fact in padded for fact in row.get("also", []))
 
 
 def evaluate(folder: Path, drafter: str, engine: Path, settings: EvaluationSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import QWEN3, QWEN3_5
 from tools.train_drafter.drafter import plain_config, save
-from tools.train_drafter.loop import Log, Run, train
+from tools.train_drafter.loop import Log, Run, fast_dtype, train
 
 from .settings import EOS, PAD, TargetSettings
 from .tokenizer import TokenSet
@@ -81,11 +81,6 @@ def _as_hybrid(weights: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, 
             value *= 2
         found[name] = value
     return found
-
-
-def save_target(model: Any, settings: TargetSettings, folder: Path) -> None:
-    save(model, target_config(settings), folder)
-    model.generation_config.save_pretrained(folder)
 
 
 def groups(tokens: TokenSet, budget: int, rng: np.random.Generator) -> list[Any]:
@@ -160,12 +155,16 @@ def train_target(settings: TargetSettings, arrays: dict[str, Path], work: Path, 
 
     packaged = None
     if settings.imitated:
-        packaged = AutoModelForCausalLM.from_pretrained(PACKAGED / "target", dtype=torch.bfloat16).requires_grad_(False)
+        packaged = AutoModelForCausalLM.from_pretrained(PACKAGED / "target", dtype=fast_dtype("cpu"))
+        packaged.requires_grad_(False)
 
     def loss_of(model: Any, _: int) -> Tensor:
         if run.progress < settings.imitated:
             return imitation_loss(model, packaged, next(stream))
         return answer_loss(model, next(stream))
 
-    log = Log(work / "train.log")
-    return train(run, loss_of, measure, lambda m: save_target(m, settings, out), log)
+    def keep(model: Any) -> None:
+        save(model, target_config(settings), out)
+        model.generation_config.save_pretrained(out)
+
+    return train(run, loss_of, measure, keep, Log(work / "train.log"))

@@ -25,7 +25,12 @@ class TensorRTLLMPeer:
     """The engine's pair under TensorRT-LLM, one model per method, one sequence at a time with cold caches."""
 
     def __init__(self, context: PeerContext, _: str) -> None:
-        model, config = _settings(context)
+        (target, drafter), manifest = context.checkpoints(), context.manifest
+        if is_gguf(target):
+            raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {target} is one: leave the peer out")
+        model, config = str(target), {"dtype": "auto", "max_seq_len": manifest.limits.max_seq_len}
+        if manifest.drafter_kind == "dflash":
+            config = settings(manifest, Model(model), Model(str(drafter)))
         self._models = {"ar": _load(model, plain(config))}
         if SPECULATIVE in config:
             self._models["dflash"] = _load(model, config)
@@ -60,14 +65,3 @@ def _load(model: str, given: dict[str, Any]) -> Any:
     if SPECULATIVE in given:
         given[SPECULATIVE] = llmapi.DFlashDecodingConfig(**given[SPECULATIVE])
     return tensorrt_llm.LLM(**{"backend": "pytorch", **given, "model": model, "max_batch_size": 1})
-
-
-def _settings(context: PeerContext) -> tuple[str, dict[str, Any]]:
-    """The target by its name, and what an export of the engine has, of the checkpoints that peers load."""
-    (target, drafter), manifest = context.checkpoints(), context.manifest
-    if is_gguf(target):
-        raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {target} is one: leave the peer out")
-    config: dict[str, Any] = {"dtype": "auto", "max_seq_len": manifest.limits.max_seq_len}
-    if manifest.drafter_kind == "dflash":
-        config = settings(manifest, Model(str(target)), Model(str(drafter)))
-    return str(target), config

@@ -43,8 +43,6 @@ class BuilderOptions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an engine is built of."""
-
     target: Checkpoint
     drafter: Checkpoint
     limits: Limits

@@ -7,6 +7,7 @@ is published in two spellings: transformers 5 has base and scaling in `rope_para
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -25,7 +26,7 @@ from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
-from ddtree_trt.models.decoder import SHARED, Experts, TransformerDims, expert_contradiction
+from ddtree_trt.models.decoder import Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.families import (
     DELTA_NAMES,
@@ -45,7 +46,6 @@ from ddtree_trt.models.rope_scaling import (
     SCALINGS,
     RopeScaling,
     contradiction,
-    scaling_fields,
     yarn_attention_factor,
 )
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_record, read_value, shown
@@ -70,8 +70,6 @@ _ROPE_OF_HYBRIDS: Known = {**_ROPE_KNOWN, ROTARY_SHARE: None, "mrope_section": N
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The configuration of one checkpoint."""
-
     dims: TransformerDims  # of the record that the kind of drafter has
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]
@@ -144,7 +142,8 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     defaults = dict(family.defaults)
     if "num_key_value_heads" in fields.data:
         defaults.setdefault("num_key_value_heads", None)  # null means one per query head
-    if (theta := _rope_theta(fields)) is not None:
+    places = (*map(fields.section, _ROPE_SECTIONS), fields)
+    if (theta := stated("rope_theta", Annotated[float, ROPE_BASE], *places)) is not None:
         defaults["rope_theta"] = theta
     kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
     for field, name in family.names.items():
@@ -158,8 +157,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     if sizes["head_dim"] is None and hidden % heads:
         raise fields.fault("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
     sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
-    if size % _HEAD_DIM_MULTIPLE:
-        raise fields.fault("head_dim", f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
+    _check_head(fields, "head_dim", size)
     known = _ROPE_OF_HYBRIDS if family.delta else _ROPE_KNOWN
     scaling = _rope_scaling(fields, sizes["rope_theta"], sizes["max_positions"], known)
     if scaling is not None and scaling.rope_type == "yarn":
@@ -168,26 +166,35 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
         sizes["max_positions"] = max(sizes["max_positions"], scaled)
         if scaled > bounds.POSITIONS.highest:
             raise fields.source.fault(f"its rotary scaling is made for {scaled} positions, more than are supported")
-    delta = _delta_net(fields, family, sizes["num_layers"]) if family.delta else None
-    return TransformerDims(
-        **sizes,
-        **family.switches,
-        rope_scaling=scaling,
-        experts=_experts(fields, family) if family.experts else None,
-        rotary_dim=_rotary_dim(fields, family, size) if family.delta else None,
-        delta=delta,
-    )
+    if family.delta:
+        share: Any = stated(ROTARY_SHARE, Annotated[float, Between(0, 1)], *places)
+        share = family.defaults[ROTARY_SHARE] if share is None else share
+        sizes["rotary_dim"] = rotated = int(size * share)
+        if rotated < 2 or rotated % 2:
+            problem = f"{ROTARY_SHARE} {share} rotates {rotated} of {size} elements, no even number"
+            raise fields.source.fault(problem)
+        sizes["delta"] = _delta_net(fields, family, sizes["num_layers"])
+    experts = _experts(fields, family) if family.experts else None
+    return TransformerDims(**sizes | family.switches, rope_scaling=scaling, experts=experts)
+
+
+def _named(fields: Fields, family: Family, record: type, names: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a record, each by its name in config.json; one that is left out has the family's default."""
+    kinds = get_type_hints(record, include_extras=True)
+    return {field: fields.value(name, kinds[field], family.defaults[name]) for field, name in names.items()}
+
+
+def _check_head(fields: Fields, name: str, size: int) -> None:
+    if size % _HEAD_DIM_MULTIPLE:
+        raise fields.fault(name, f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
 
 
 def _delta_net(fields: Fields, family: Family, layers: int) -> DeltaNet:
     """A hybrid's layers without attention. Raises the fields' error."""
-    kinds, defaults = get_type_hints(DeltaNet, include_extras=True), family.defaults
-    values = {field: fields.value(name, kinds[field], defaults[name]) for field, name in DELTA_NAMES.items()}
+    values = _named(fields, family, DeltaNet, DELTA_NAMES)
     for field in ("key_dim", "value_dim"):
-        if values[field] % _HEAD_DIM_MULTIPLE:
-            problem = f"is {values[field]}, it must be a multiple of {_HEAD_DIM_MULTIPLE}"
-            raise fields.fault(DELTA_NAMES[field], problem)
-    interval = fields.value(INTERVAL, Annotated[int, bounds.LAYERS], defaults[INTERVAL])
+        _check_head(fields, DELTA_NAMES[field], values[field])
+    interval = fields.value(INTERVAL, Annotated[int, bounds.LAYERS], family.defaults[INTERVAL])
     attention = attention_layers(fields, layers, interval, LINEAR_ATTENTION)
     delta = DeltaNet(**values, attention_layers=attention, interleaved=family.interleaved)
     if contradicts := delta.contradiction(layers):
@@ -195,30 +202,17 @@ def _delta_net(fields: Fields, family: Family, layers: int) -> DeltaNet:
     return delta
 
 
-def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
-    """Elements of a head that are rotated. Raises the fields' error."""
-    places = (*map(fields.section, _ROPE_SECTIONS), fields)
-    given = stated(ROTARY_SHARE, Annotated[float, Between(0, 1)], *places)
-    share: Any = family.defaults[ROTARY_SHARE] if given is None else given
-    if (size := int(head_dim * share)) < 2 or size % 2:
-        raise fields.source.fault(f"{ROTARY_SHARE} {share} rotates {size} of {head_dim} elements, no even number")
-    return size
-
-
 def _experts(fields: Fields, family: Family) -> Experts:
     """The mixture of experts. Raises the fields' error for numbers that contradict each other."""
     first, second = (fields.data.get(name) for name in _EXPERT_COUNTS)
     if None not in (first, second) and first != second:
         raise fields.fault(_EXPERT_COUNTS[1], f"is {shown(second)}, but num_experts is {shown(first)}: which is it?")
-    kinds = get_type_hints(Experts, include_extras=True)
-    values = {}
-    for field, name in EXPERT_NAMES.items():
-        given = _EXPERT_COUNTS[1] if field == "count" and first is None and second is not None else name
-        values[field] = fields.value(given, kinds[field], family.defaults[name])
-    if SHARED_EXPERT in family.defaults:
-        values["shared"] = fields.value(SHARED_EXPERT, Annotated[int, SHARED], family.defaults[SHARED_EXPERT])
+    names = {**EXPERT_NAMES, "shared": SHARED_EXPERT} if SHARED_EXPERT in family.defaults else EXPERT_NAMES
+    values = _named(fields, family, Experts, names)
+    if first is None and second is not None:
+        values["count"] = fields.integer(_EXPERT_COUNTS[1], bounds.EXPERTS)
     experts = Experts(**values, stacked=family.stacked)
-    if problem := expert_contradiction(experts):
+    if problem := experts.contradiction():
         raise fields.fault(EXPERT_NAMES["per_token"], f"is {experts.per_token}: {problem}")
     return experts
 
@@ -239,16 +233,6 @@ def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[i
 
 
 # Rotary embedding
-
-
-def _rope_theta(fields: Fields) -> float | None:
-    """The base; None where nothing states it."""
-    places = (*map(fields.section, _ROPE_SECTIONS), fields)
-    found = {p.place("rope_theta"): p.number("rope_theta", ROPE_BASE) for p in places if p.has("rope_theta")}
-    if len(set(found.values())) > 1:
-        values = " and ".join(f"{name} {value:g}" for name, value in found.items())
-        raise fields.source.fault(f"there are two values, {values}: which is it?")
-    return next(iter(found.values()), None)
 
 
 def _rope_scaling(fields: Fields, theta: float, max_positions: int, known: Known) -> RopeScaling | None:
@@ -274,7 +258,7 @@ def _scaling_of(section: Fields, max_positions: int, known: Known) -> RopeScalin
     if kind == "default":
         refuse_unknown(section, {**known, "factor": (1,)})
         return None
-    used = scaling_fields(kind)
+    used = SCALINGS[kind]
     also = _MSCALE if kind == "yarn" else ()
     refuse_unknown(section, {**known, **dict.fromkeys((*used, *also))})
     given: dict[str, Any] = {name: section.data[name] for name in used if section.has(name)}

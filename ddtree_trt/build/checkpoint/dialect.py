@@ -96,8 +96,6 @@ _EXPERTS = dict.fromkeys(("num_local_experts", *EXPERT_NAMES.values()))
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one family of publishers writes config.json and names tensors."""
-
     title: str  # in messages: "drafters with a dflash_config"
     fields: Known  # of the file, beside those of a decoder where no object of its own states that
     read_dims: ReadDims
@@ -116,7 +114,6 @@ class Dialect:
         return SPECULATORS_DECODER if self.speculators else TEXT if self.skipped else None
 
     def our_name(self, name: str) -> str:
-        """Our name of a tensor of the checkpoint."""
         old = next((old for old in self.renamed if name.startswith(old)), "")
         return self.renamed.get(old, "") + name[len(old) :]
 

@@ -14,8 +14,6 @@ from ddtree_trt.models.decoder import HEAD, Shapes, TransformerDims
 
 @dataclass(frozen=True)
 class Outline:
-    """A network as its configuration describes it."""
-
     name: str
     dims: TransformerDims  # of the record that the kind of drafter has
     shapes: Shapes = field(repr=False)  # of all tensors' values: quantised ones may be stored packed
@@ -29,7 +27,6 @@ class Outline:
 
     @property
     def num_values(self) -> int:
-        """Values in all tensors."""
         return sum(map(math.prod, self.shapes.values()))
 
     def stored_bytes(self, item_bytes: int) -> int:

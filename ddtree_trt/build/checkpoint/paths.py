@@ -18,11 +18,3 @@ def checkpoint_name(path: Path) -> str:
     """What the manifest calls a local checkpoint: the directory's name, or the file's as the user gave it, which in a
     hub's cache is a link to a file that has a digest for a name."""
     return path.name if is_gguf(path) else path.resolve().name
-
-
-def engine_name(path: Path) -> str:
-    """The name of an engine that is given none: a GGUF file's without its ending, and without its number as a part."""
-    if not is_gguf(path):
-        return checkpoint_name(path)
-    part = PART.fullmatch(path.name)
-    return part["stem"] if part else path.stem

@@ -38,8 +38,6 @@ Values = Literal["float8_e4m3fn", "int8", "int4"]  # as ONNX calls them
 
 @dataclass(frozen=True)
 class Format:
-    """How a projection is stored."""
-
     values: Values
     stored: str  # safetensors' name of the weight's type
     rounds_inputs: bool
@@ -56,8 +54,6 @@ FORMATS: Mapping[str, Format] = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """A checkpoint's quantisation as its configuration states it."""
-
     algorithm: str
     group: int | None  # values of a row that share a scale; None where the configuration does not say
     excluded: tuple[str, ...]  # patterns of modules that are not quantised
@@ -72,7 +68,6 @@ class Quantization:
         return module.endswith("_proj") and not any(fnmatchcase(module, pattern) for pattern in self.excluded)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor that holds a quantised projection [out, in]."""
         return (shape[0] // (2 if self.format.values == "int4" else 1), *shape[1:])
 
     def weight_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:

@@ -39,13 +39,7 @@ from ddtree_trt.build.checkpoint.scales import (
     read_scales,
     scale_name,
 )
-from ddtree_trt.build.checkpoint.tensorfile import (
-    check_dtype,
-    check_finite,
-    open_tensors,
-    read_bytes,
-    read_float32,
-)
+from ddtree_trt.build.checkpoint.tensorfile import check_dtype, check_finite, open_tensors, read_bytes, read_float32
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
@@ -91,19 +85,14 @@ class Checkpoint(Outline):
             return values
         values = self._read(name)
         if name == TO_TARGET:
-            self._check_offsets(values)
+            ids, size = np.arange(len(values)) + values, self.dims.vocab_size
+            problem = "stands for one token by two ids" if len(np.unique(ids)) < len(ids) else None
+            if ids.min() < 0 or ids.max() >= size:
+                problem = f"reaches from {ids.min():.0f} to {ids.max():.0f}, vocab_size is {size}"
+            if problem:
+                problem = f"{self.path}: {TO_TARGET}, added to its indices, {problem}"
+                raise CheckpointError(f"{problem}; fetch the checkpoint again")
         return values
-
-    def _check_offsets(self, offsets: NDArray[np.float32]) -> None:
-        """Raises CheckpointError for ids outside the target's vocabulary, and for a token that has two."""
-        ids = np.arange(len(offsets)) + offsets
-        problem = "stands for one token by two ids" if len(np.unique(ids)) < len(ids) else None
-        if ids.min() < 0 or ids.max() >= self.dims.vocab_size:
-            problem = f"reaches from {ids.min():.0f} to {ids.max():.0f}, vocab_size is {self.dims.vocab_size}"
-        if problem:
-            raise CheckpointError(
-                f"{self.path}: {TO_TARGET}, added to its indices, {problem}; fetch the checkpoint again"
-            )
 
     def scales(self, name: str) -> Scales | None:
         """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
@@ -128,7 +117,6 @@ class Checkpoint(Outline):
         return replace(super().with_rows_of_head(target), tensors=tensors, _read=read)
 
     def stored(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a quantised projection. Raises CheckpointError."""
         return read_bytes(name, self.tensors[name])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -32,32 +31,19 @@ class Scales:
     smooth: NDArray[np.float32] | None = None  # [in]: rows are multiplied by it first
 
 
-class QuantizedWeights(Protocol):
-    """A source of weights as they are stored, for graphs; a `Checkpoint` is one."""
-
-    def scales(self, name: str) -> Scales | None:
-        """The scales of one weight; None for one that is not quantised."""
-
-    def stored(self, name: str) -> NDArray[np.uint8]:
-        """A quantised weight's bytes."""
-
-
 def join_scales(scales: Sequence[Scales]) -> Scales | None:
     """The scales of one projection that has all rows of several; None where one product cannot replace theirs, because
     they round or smooth its input differently or have different groups."""
     first, *others = scales
     for other in others:
-        if (first.values, first.input) != (other.values, other.input) or not _equal(first.smooth, other.smooth):
+        smoothed_alike = np.array_equal(first.smooth, other.smooth)  # type: ignore[arg-type]
+        if (first.values, first.input) != (other.values, other.input) or not smoothed_alike:
             return None
     if first.weight.ndim == 0:
         return first if all(s.weight == first.weight for s in others) else None
     if any(s.weight.shape[1:] != first.weight.shape[1:] for s in others):
         return None
     return replace(first, weight=np.concatenate([s.weight for s in scales]))
-
-
-def _equal(a: NDArray[np.float32] | None, b: NDArray[np.float32] | None) -> bool:
-    return a is b if a is None or b is None else np.array_equal(a, b)
 
 
 def scale_name(weight: str, kind: str) -> str:
@@ -98,11 +84,7 @@ def find_scales(
 
 
 def _scale_shapes(
-    directory: Path,
-    weight: str,
-    shape: tuple[int, ...],
-    quantization: Quantization,
-    stored: Mapping[str, StoredTensor],
+    directory: Path, weight: str, shape: tuple[int, ...], quantization: Quantization, stored: Mapping[str, StoredTensor]
 ) -> Shapes:
     """Shapes by name of the scales that a weight [out, in] must have; () is one number. Raises CheckpointError for a
     weight that its algorithm cannot store."""

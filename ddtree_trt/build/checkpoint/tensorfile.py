@@ -35,7 +35,13 @@ def open_tensors(directory: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
     """The checkpoint's weight files in name order, and from their headers tensor name → its place. Raises
     CheckpointError where there are none, one is missing, or its header cannot be right."""
     tensors: dict[str, StoredTensor] = {}
-    placed = _placement(directory)
+    placed: dict[str, str] = {}  # tensor name → file name, of a sharded checkpoint
+    path = directory / INDEX_FILE
+    if path.is_file() and not (directory / SINGLE_FILE).is_file():
+        source = Source(str(path), CheckpointError, _ADVICE)
+        index = Fields(read_object(path, source, max_bytes=_MAX_INDEX_BYTES), source)
+        if not (placed := index.optional("weight_map", dict[str, Annotated[str, NAME]])):
+            raise index.fault("weight_map", "must name files beside it, found none")
     files = [directory / name for name in sorted(set(placed.values()))] if placed else [directory / SINGLE_FILE]
     for file in files:
         if not file.is_file() and placed:
@@ -52,28 +58,14 @@ def open_tensors(directory: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
     return files, tensors
 
 
-def _placement(directory: Path) -> dict[str, str]:
-    """Tensor name → file name of a sharded checkpoint; empty when the weights are in one file."""
-    path = directory / INDEX_FILE
-    if (directory / SINGLE_FILE).is_file() or not path.is_file():
-        return {}
-    source = Source(str(path), CheckpointError, _ADVICE)
-    index = Fields(read_object(path, source, max_bytes=_MAX_INDEX_BYTES), source)
-    placed: dict[str, str] = index.optional("weight_map", dict[str, Annotated[str, NAME]])
-    if not placed:
-        raise index.fault("weight_map", "must name files beside it, found none")
-    return placed
-
-
 def check_dtype(name: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError when the tensor's storage type cannot be converted."""
+    known, advice = _FLOATS, "use the checkpoint before quantisation"
     if name in INTEGER_TENSORS:
-        if tensor.dtype not in _INTEGERS:
-            problem = f"{tensor.file}: {name} is stored as {tensor.dtype}, it must be of {' or '.join(_INTEGERS)}"
-            raise CheckpointError(f"{problem}; use the checkpoint as it was published")
-    elif tensor.dtype not in _FLOATS:
-        problem = f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_FLOATS)}"
-        raise CheckpointError(f"{problem}: use the checkpoint before quantisation")
+        known, advice = _INTEGERS, "use the checkpoint as it was published"
+    if tensor.dtype not in known:
+        problem = f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(known)}"
+        raise CheckpointError(f"{problem}: {advice}")
 
 
 def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:

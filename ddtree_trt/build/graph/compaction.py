@@ -65,7 +65,15 @@ def compaction_graph(
     """The graph for a target's cache of `floats`, which moves up to `window` rows (K) per execution; `sink` is given no
     weight."""
     if attention != "native":
-        return _by_plugin(PluginGraph("compaction", sink, floats), cache, window)
+        g: TensorRtGraph = PluginGraph("compaction", sink, floats)
+        whole: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
+        for name, extents in ((names.SLOT_IDS, [1]), (names.PAST_LEN, [1]), (names.KEEP, [1, window])):
+            g.input(name, "int32", extents)
+        inputs = [g.input(names.PAST_CACHE, floats, whole), names.SLOT_IDS, names.PAST_LEN, names.KEEP]
+        found = {"plugin_namespace": plugins.NAMESPACE, "plugin_version": plugins.VERSION}
+        g.op(plugins.COMPACT, inputs, [names.PRESENT_CACHE], domain=plugins.NAMESPACE, **found)
+        g.output(names.PRESENT_CACHE, floats, whole)
+        return g.model()
     g = NativeGraph("compaction", sink, floats)
     past = g.input(names.PAST_LEN, "int32", [1])
     rows = g.op("Add", [g.input(names.KEEP, "int32", [window]), past], ["rows"])
@@ -91,15 +99,3 @@ def _advance(g: TensorRtGraph, states: Advanced, window: int) -> None:
             g.output(result, "float32", shape)
         kept = g.input(names.kept_name(layer), "float32", [rows, sum(delta.kept_widths(net))])
         delta.advance(g, past, kept, (taken, before), net, present)
-
-
-def _by_plugin(g: TensorRtGraph, cache: CacheShape, window: int) -> ModelProto:
-    shape: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
-    for name, rows in ((names.SLOT_IDS, [1]), (names.PAST_LEN, [1]), (names.KEEP, [1, window])):
-        g.input(name, "int32", rows)
-    g.input(names.PAST_CACHE, g.floats, shape)
-    inputs = [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]  # the order of plugins.CompactInput
-    found = {"plugin_namespace": plugins.NAMESPACE, "plugin_version": plugins.VERSION}
-    g.op(plugins.COMPACT, inputs, [names.PRESENT_CACHE], domain=plugins.NAMESPACE, **found)
-    g.output(names.PRESENT_CACHE, g.floats, shape)
-    return g.model()

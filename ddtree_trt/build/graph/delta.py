@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,6 @@ _NEVER = -1e9  # what is not seen: exp of it is 0
 
 @dataclass(frozen=True)
 class Tree:
-    """What a graph knows of its call's trees."""
-
     sources: str  # int64 [N, T, taps]: rows of the last taps − 1 inputs and the call's that a row's convolution takes
     seen: str  # bool [N, T, T]: whether the column is the row or its ancestor
     most: int  # T is not more
@@ -55,8 +52,6 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     def op(kind: str, inputs: list[str], name: str, **attrs: Any) -> str:
         return g.op(kind, inputs, [f"{out}.{name}"], **attrs)
 
-    number, axes = partial(_number, g), partial(_axes, g)
-
     def silu(x: str, name: str) -> str:
         return op("Mul", [x, op("Sigmoid", [x], f"{name}.sigmoid")], name)
 
@@ -67,11 +62,13 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     def unit(x: str, name: str) -> str:
         """Queries or keys of norm 1, once for every value head that they serve."""
         heads = by_head(x, d.key_heads, d.key_dim, f"{name}.heads")
-        squares = op("ReduceSum", [op("Mul", [heads, heads], f"{name}.squares"), axes(-1)], f"{name}.sum", keepdims=1)
-        norm = op("Sqrt", [op("Add", [squares, number(1e-6)], f"{name}.shifted")], f"{name}.norm")
-        normed = op("Unsqueeze", [op("Div", [heads, norm], f"{name}.unit"), axes(2)], f"{name}.single")
+        squares = op(
+            "ReduceSum", [op("Mul", [heads, heads], f"{name}.squares"), g.number([-1])], f"{name}.sum", keepdims=1
+        )
+        norm = op("Sqrt", [op("Add", [squares, g.number(1e-6)], f"{name}.shifted")], f"{name}.norm")
+        normed = op("Unsqueeze", [op("Div", [heads, norm], f"{name}.unit"), g.number([2])], f"{name}.single")
         share = d.value_heads // d.key_heads
-        times = g.constant(f"times.{share}", np.array([1, 1, share, 1, 1], np.int64))
+        times = g.number([1, 1, share, 1, 1])
         return g.reshape(
             op("Expand", [normed, times], f"{name}.each"), [0, d.value_heads, -1, d.key_dim], f"{out}.{name}"
         )
@@ -81,21 +78,24 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     mixed, z, steps, rates = g.split(single, d.projected_widths, parts)
 
     inputs = g.concat([inputs, mixed], f"{out}.inputs", axis=1)
-    rows = op("GatherND", [inputs, op("Unsqueeze", [tree.sources, axes(3)], "sources")], "taps", batch_dims=1)
-    summed = op("ReduceSum", [op("Mul", [rows, at.conv], "weighed"), axes(2)], "conv", keepdims=0)
+    rows = op("GatherND", [inputs, op("Unsqueeze", [tree.sources, g.number([3])], "sources")], "taps", batch_dims=1)
+    summed = op("ReduceSum", [op("Mul", [rows, at.conv], "weighed"), g.number([2])], "conv", keepdims=0)
     names = [f"{out}.{name}" for name in ("q.flat", "k.flat", "v.flat")]
     query, key, value = g.split(silu(summed, "activated"), d.widths, names)
-    query = op("Mul", [unit(query, "q.unit"), number(d.key_dim**-0.5)], "q")
+    query = op("Mul", [unit(query, "q.unit"), g.number(d.key_dim**-0.5)], "q")
     key, value = unit(key, "k"), by_head(value, d.value_heads, d.value_dim, "v")
 
     step = by_head(op("Sigmoid", [steps], "step.flat"), d.value_heads, 1, "step")
     rate = op("Softplus", [op("Add", [rates, at.step_bias], "rates.shifted")], "rates.positive")
     own = by_head(op("Mul", [rate, at.decay], "g"), d.value_heads, 1, "g.heads")
-    seen, across = op("Unsqueeze", [tree.seen, axes(1)], "seen"), op("Transpose", [own], "g.columns", perm=[0, 1, 3, 2])
-    total = op("ReduceSum", [op("Where", [seen, across, _number(g, 0)], "g.path"), axes(-1)], "G", keepdims=1)
+    seen, across = (
+        op("Unsqueeze", [tree.seen, g.number([1])], "seen"),
+        op("Transpose", [own], "g.columns", perm=[0, 1, 3, 2]),
+    )
+    total = op("ReduceSum", [op("Where", [seen, across, g.number(0.0)], "g.path"), g.number([-1])], "G", keepdims=1)
     decays = op("Exp", [total], "decays")
     across = op("Sub", [total, op("Transpose", [total], "G.columns", perm=[0, 1, 3, 2])], "G.differences")
-    shares = op("Exp", [op("Where", [seen, across, number(_NEVER)], "G.seen")], "shares")
+    shares = op("Exp", [op("Where", [seen, across, g.number(_NEVER)], "G.seen")], "shares")
 
     columns = op("Transpose", [key], "k.columns", perm=[0, 1, 3, 2])
     alike = op("Mul", [op("MatMul", [key, columns], "k.k"), shares], "k.shared")
@@ -108,8 +108,8 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     seen_heads = op("Add", [read, op("MatMul", [own, changes], "q.changes")], "heads")
 
     rows = op("Transpose", [seen_heads], "heads.rows", perm=[0, 2, 1, 3])
-    mean = op("ReduceMean", [op("Mul", [rows, rows], "heads.squares"), axes(-1)], "heads.mean", keepdims=1)
-    root = op("Sqrt", [op("Add", [mean, number(at.eps)], "heads.shifted")], "heads.root")
+    mean = op("ReduceMean", [op("Mul", [rows, rows], "heads.squares"), g.number([-1])], "heads.mean", keepdims=1)
+    root = op("Sqrt", [op("Add", [mean, g.number(at.eps)], "heads.shifted")], "heads.root")
     normed = op("Mul", [op("Div", [rows, root], "heads.unit"), at.head_norm], "heads.normed")
     flat = g.reshape(normed, [0, 0, d.widths[2]], f"{out}.flat")
     gated = op("Mul", [flat, silu(z, "z.silu")], "gated")
@@ -130,7 +130,7 @@ def _inverse(g: Graph, a: str, tree: Tree, out: str) -> str:
     """(I + A)⁻¹ of what A [N, H, T, T] has below its diagonal; "" where T is 1 at most."""
     inverse = ""
     for step in range(1, (tree.most - 1).bit_length() + 1):
-        between = g.op("Where", [_pairs(g, tree, step), a, _number(g, 0)], [f"{out}.between.{step}"])
+        between = g.op("Where", [_pairs(g, tree, step), a, g.number(0.0)], [f"{out}.between.{step}"])
         if inverse:
             left = g.op("MatMul", [inverse, between], [f"{out}.left.{step}"])
             between = g.op("MatMul", [left, inverse], [f"{out}.change.{step}"])
@@ -139,27 +139,15 @@ def _inverse(g: Graph, a: str, tree: Tree, out: str) -> str:
     return inverse
 
 
-def _number(g: Graph, value: float) -> str:
-    return g.constant(f"number.{value:g}", np.array(value, np.float32))
-
-
-def _integer(g: Graph, value: int) -> str:
-    return g.constant(f"whole.{value}", np.array(value, np.int32))
-
-
-def _axes(g: Graph, *values: int) -> str:
-    return g.constant("axes." + ".".join(map(str, values)), np.array(values, np.int64))
-
-
 def _pairs(g: Graph, tree: Tree, step: int) -> str:
     """bool [T, T]: where a row and an earlier column are in different halves of one block of 2^step; at step 0 the
     diagonal."""
     row, column = np.ogrid[: tree.most, : tree.most]
     apart = np.where(column <= row, np.frexp(row ^ column)[1], -1).astype(np.int32)
     size = g.op("Shape", [tree.seen], ["blocks.size"], start=1, end=3)
-    start, one, axes = (g.constant(f"pair.{v}.{w}", np.array([v, w], np.int64)) for v, w in ((0, 0), (1, 1), (0, 1)))
-    within = g.op("Slice", [g.constant(f"blocks.{tree.most}", apart), start, size, axes, one], ["blocks"])
-    return g.op("Equal", [within, g.constant(f"block.{step}", np.array(step, np.int32))], [f"blocks.pairs.{step}"])
+    every = g.constant(f"blocks.{tree.most}", apart)
+    within = g.op("Slice", [every, g.number([0, 0]), size, g.number([0, 1])], ["blocks"])
+    return g.op("Equal", [within, g.number(step, np.int32)], [f"blocks.pairs.{step}"])
 
 
 def kept_widths(net: DeltaNet) -> tuple[int, int, int, int]:
@@ -187,17 +175,17 @@ def advance(
         found = op("Gather", kept, numbers, name=f"{name}.rows", axis=0)
         return g.split(found, kept_widths(net), [f"{out}.{name}.{part}" for part in ("k", "u", "g", "x")])
 
-    none, first = _integer(g, 0), g.constant("first", np.zeros(1, np.int64))
-    valid = g.op("Less", [_integer(g, -1), taken], ["taken.valid"])
+    none, first = g.number(0, np.int32), g.number([0])
+    valid = g.op("Less", [g.number(-1, np.int32), taken], ["taken.valid"])
     existing = g.op("Max", [taken, none], ["taken.rows"])
     last = g.op("ReduceMax", [existing, first], ["taken.last"], keepdims=1)
-    behind = g.op("Less", [_integer(g, -1), before], ["before.valid"])
+    behind = g.op("Less", [g.number(-1, np.int32), before], ["before.valid"])
     keys, changes, sums, new_inputs = parts(existing, "path")
     _, _, end, _ = parts(last, "last")  # [1, Hv]
     _, _, start, _ = parts(g.op("Max", [before, none], ["before.row"]), "before")
-    start = op("Where", behind, start, _number(g, 0), name="start")
-    tall = g.op("Unsqueeze", [valid, _axes(g, 1)], ["taken.tall"])
-    between = op("Where", tall, op("Sub", end, sums, name="between"), _number(g, _NEVER), name="shown")
+    start = op("Where", behind, start, g.number(0.0), name="start")
+    tall = g.op("Unsqueeze", [valid, g.number([1])], ["taken.tall"])
+    between = op("Where", tall, op("Sub", end, sums, name="between"), g.number(_NEVER), name="shown")
     shares = g.reshape(op("Exp", between, name="shares"), [-1, net.key_heads, groups, 1], f"{out}.shares.heads")
     weighed = op("Mul", g.reshape(keys, [-1, net.key_heads, 1, net.key_dim], f"{out}.keys"), shares, name="weighed")
     columns = op("Transpose", weighed, name="columns", perm=[1, 2, 3, 0])  # [Hk, Hv / Hk, Dk, K]
@@ -210,7 +198,7 @@ def advance(
 
     every = g.concat([g.reshape(inputs, [-1, net.channels], f"{out}.earlier"), new_inputs], f"{out}.inputs", axis=0)
     count = g.op("ReduceSum", [g.cast(valid, "int32", "taken.ones"), first], ["taken.count"], keepdims=1)
-    offsets = g.constant("inputs.offsets", np.arange(net.taps - 1, dtype=np.int32))
-    tail = op("Gather", every, g.op("Add", [count, offsets], ["taken.tail"]), name="tail", axis=0)
+    places = g.op("Add", [count, g.number(range(net.taps - 1), np.int32)], ["taken.tail"])
+    tail = op("Gather", every, places, name="tail", axis=0)
     tail = g.reshape(tail, [1, 1, -1, net.channels], f"{out}.tail.slot")
     g.op("TensorScatter", [inputs, tail, first], [results[1]], axis=2)

@@ -28,8 +28,6 @@ PARTS = 64  # of a row of SwiGLU, or the largest divisor of both: one value of e
 
 
 class Int8Graph(OnnxRuntimeGraph):
-    """`OnnxRuntimeGraph` whose projections and head multiply 8-bit integers."""
-
     precision = "int8"
     rotates = True
 
@@ -43,7 +41,11 @@ class Int8Graph(OnnxRuntimeGraph):
             weight = make()
             if gated:
                 weight = walsh(weight.T, parts).T / np.float32(parts)
-            values, scale = quantize_channels(with_remainders(weight, extra) if extra else weight)
+            if extra:  # behind it what rounding takes from its last columns
+                fine_columns = weight[:, -extra:]
+                values, scale = quantize_channels(fine_columns)
+                weight = np.concatenate((weight, fine_columns - values * scale), axis=1)
+            values, scale = quantize_channels(weight)
             scales.append(scale)
             return pack(values)
 
@@ -73,10 +75,3 @@ def quantize_channels(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], ND
     for row, source in zip(values, weight, strict=True):  # row by row: the largest weight is not held twice
         np.rint(source / scale, out=row, casting="unsafe")
     return values, scale
-
-
-def with_remainders(weight: NDArray[np.float32], last: int) -> NDArray[np.float32]:
-    """The weight [in, out], and behind it what `quantize_channels` takes from its last columns: [in, out + last]."""
-    columns = weight[:, -last:]
-    values, scale = quantize_channels(columns)
-    return np.concatenate((weight, columns - values * scale), axis=1)

@@ -20,8 +20,6 @@ MICROSOFT = "com.microsoft"
 
 
 class OnnxRuntimeGraph(Graph):
-    """`Graph` of ONNX Runtime's fused operators and `DDTreeAttention`."""
-
     domains = (MICROSOFT, plugins.NAMESPACE)
     precision: PrecisionName = "fp32"
 
@@ -48,7 +46,7 @@ class OnnxRuntimeGraph(Graph):
 
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> str:
         log_probs = self.op("LogSoftmax", [logits], ["all_log_probs"], axis=-1)
-        self.op("TopK", [log_probs, self.input(names.TOP_K, "int64", [1])], outputs, axis=-1, largest=1, sorted=1)
+        self.op("TopK", [log_probs, self.input(names.TOP_K, "int64", [1])], outputs, axis=-1)
         return "K"
 
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
@@ -95,10 +93,8 @@ class OnnxRuntimeGraph(Graph):
         # Without normalize_routing_weights the kernel (1.31) zeroes its result before it reads x. Where nothing uses x
         # later, the runtime keeps both in one buffer, and the mixture is 0. With it the kernel copies x first.
         shares = self.op("Softmax", [logits], [f"{out}.shares"], axis=-1)
-        count = self.constant(f"top.{experts.per_token}", np.array([experts.per_token], np.int64))
-        self.op("TopK", [shares, count], [f"{out}.largest", f"{out}.chosen"], axis=-1, largest=1, sorted=1)
-        axis = self.constant("last_axis", np.array([-1], np.int64))
-        total = self.op("ReduceSum", [f"{out}.largest", axis], [f"{out}.share"], keepdims=1)
+        best = self.op("TopK", [shares, self.number([experts.per_token])], [f"{out}.largest", f"{out}.chosen"], axis=-1)
+        total = self.op("ReduceSum", [best, self.number([-1])], [f"{out}.share"], keepdims=1)
         return self.op("Mul", [mixed, total], [out])
 
     def states(self, name: str, shape: Shape) -> str:

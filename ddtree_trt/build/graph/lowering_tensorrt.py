@@ -7,7 +7,6 @@ the head are inputs, so that both engines read one copy.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,20 +16,21 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph import delta
-from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Make, Shape, Sink, Table
-from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import BlockMask, Experts, TransformerDims
+from ddtree_trt.build.graph.ops import Attention, Delta, Graph, Shape, Sink, Table
+from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.plugins import MaskMode
 
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;
 # TensorRT's own limit is 3840.
 MAX_CANDIDATES = 256
+_WORD = 32  # bits of a mask's word
 
 
 class TensorRtGraph(Graph):
     """`Graph` of operators that TensorRT's parser reads. The lowering of attention is a subclass's."""
 
     integers = "int32"
+    by_slot_id = False  # whether a call names the cache slot of each sequence; else it gets their parts of a cache
 
     def __init__(self, name: str, sink: Sink, floats: str, shared: str | None = None) -> None:
         """`floats` is the network's precision: bfloat16 or float16 (float32 has no attention kernel); `shared` that of
@@ -42,10 +42,12 @@ class TensorRtGraph(Graph):
         self._mask = ""
 
     def table(self, table: Table) -> str:
-        if table.name not in self._tables:
-            self._tables.add(table.name)
-            self.input(table.name, self.shared, table.shape)
-        return table.name
+        return self._table(table.name, self.shared, table.shape)
+
+    def _table(self, name: str, dtype: str, shape: Shape) -> str:
+        if name not in self._tables:
+            self._tables.add(self.input(name, dtype, shape))
+        return name
 
     def embed(self, table: Table, token_ids: str, out: str) -> str:
         if self.shared == self.floats:
@@ -60,12 +62,16 @@ class TensorRtGraph(Graph):
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.POSITIONS, "int32", ["N", tokens])
         self.input(names.PAST_LEN, "int32", ["N"])
+        self._most, self._words = max_tokens, -(-max_tokens // _WORD)
         if masked:
-            self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, -(-max_tokens // 32)])
+            self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, self._words])
+        if self.by_slot_id:
+            self.input(names.SLOT_IDS, "int32", ["N"])
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         """Keys and values [slots, Hkv, S, D] of each layer, as inputs and, the same buffers, as outputs."""
-        shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
+        slots: int | str = limits.max_batch if self.by_slot_id else "N"
+        shape = [slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim]
         layers = len(dims.attention_layers)
         past, present = names.past_names(layers), names.present_names(layers)
         for name in past:
@@ -73,18 +79,12 @@ class TensorRtGraph(Graph):
         for name in present:
             self.output(name, self.floats, shape)
 
-    @abstractmethod
-    def slots(self, limits: Limits) -> int | str:
-        """The first dimension of a cache."""
-
     def head(self, x: str, table: Table, out: str) -> str:
         """A product of float32, also where the rest is in halves: a strongly typed product of halves gives halves, in
         which large logits of different tokens are equal. The table comes in float32, an input of its own even where
         the head is the embedding: a cast in the graph would write it anew in every pass."""
-        if names.HEAD not in self._tables:
-            self._tables.add(names.HEAD)
-            self.input(names.HEAD, "float32", table.shape)
-        return self.op("Gemm", [self._single(x), names.HEAD], [out], transB=1)
+        weight = self._table(names.HEAD, "float32", table.shape)
+        return self.op("Gemm", [self._single(x), weight], [out], transB=1)
 
     def choices(self, logits: str) -> None:
         wide = self.op("ArgMax", [logits], [f"{names.CHOICES}.wide"], axis=1, keepdims=0)
@@ -96,11 +96,10 @@ class TensorRtGraph(Graph):
         probabilities rounded to 0, and TopK would sort a second array of V columns."""
         k = min(candidates, MAX_CANDIDATES)
         log_probs, token_ids = outputs
-        count = self.constant(f"top.{k}", np.array([k], np.int64))
         best, wide = f"{log_probs}.logits", f"{token_ids}.wide"
-        self.op("TopK", [logits, count], [best, wide], axis=-1, largest=1, sorted=1)
+        self.op("TopK", [logits, self.number([k])], [best, wide], axis=-1)
         self.cast(wide, "int32", token_ids)
-        axis = self._axis(-1)
+        axis = self.number([-1])
         top = self.op("ReduceMax", [logits, axis], [f"{logits}.max"], keepdims=1)
         weights = self.op("Exp", [self.op("Sub", [logits, top], [f"{logits}.shifted"])], [f"{logits}.weights"])
         total = self.op("Log", [self.op("ReduceSum", [weights, axis], [f"{logits}.sum"])], [f"{logits}.log_sum"])
@@ -111,20 +110,9 @@ class TensorRtGraph(Graph):
         total = self.op("Add", [x, residual], [f"{out}.sum"])
         return self.rms_norm(total, weight, out, eps), total
 
-    def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
-        """Raises BuildError; the backends' `check` refuses such networks before."""
-        raise BuildError("mixtures of experts are not lowered to TensorRT; use --backend torch")
-
-    def delta_net(self, projected: str, at: Delta, out: str) -> str:
-        """Raises BuildError; hybrids are built with native attention."""
-        raise BuildError("gated delta-net layers are no plugin's; use --attention native")
-
     def _angles(self, table: str, positions: str = names.POSITIONS) -> str:
         """The rows of a rotary table [S, D/2] that positions [N, T] name: [N, T, D/2]."""
         return self.op("Gather", [table, positions], [f"{table}.{positions}"], axis=0)
-
-    def _axis(self, axis: int) -> str:
-        return self.constant(f"axis.{axis}", np.array([axis], np.int64))
 
     def _single(self, x: str) -> str:
         """x in float32."""
@@ -136,23 +124,16 @@ class TensorRtGraph(Graph):
 
 
 class PluginGraph(TensorRtGraph):
-    """`TensorRtGraph` with one plugin node per attention. A call names the cache slot of each sequence."""
+    """`TensorRtGraph` with one plugin node per attention."""
 
     domains = (plugins.NAMESPACE,)
-
-    def slots(self, limits: Limits) -> int:
-        return limits.max_batch
-
-    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        super().row_inputs(tokens, max_tokens, masked=masked)
-        self._max_tokens = max_tokens
-        self.input(names.SLOT_IDS, "int32", ["N"])
+    by_slot_id = True
 
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
         single = self._single(x)
         square = self.op("Mul", [single, single], [f"{out}.square"])
-        mean = self.op("ReduceMean", [square, self._axis(-1)], [f"{out}.mean"], keepdims=1)
-        shifted = self.op("Add", [mean, self.constant(f"eps.{eps:g}", np.array(eps, np.float32))], [f"{out}.shifted"])
+        mean = self.op("ReduceMean", [square, self.number([-1])], [f"{out}.mean"], keepdims=1)
+        shifted = self.op("Add", [mean, self.number(eps)], [f"{out}.shifted"])
         scaled = self.op("Div", [single, self.op("Sqrt", [shifted], [f"{out}.root"])], [f"{out}.scaled"])
         return self._rounded("Mul", [scaled, weight], out)
 
@@ -181,7 +162,7 @@ class PluginGraph(TensorRtGraph):
             plugins.NUM_Q_HEADS: query_heads,
             plugins.NUM_KV_HEADS: kv_heads,
             plugins.HEAD_DIM: size,
-            plugins.MAX_TREE: self._max_tokens,
+            plugins.MAX_TREE: self._most,
             plugins.SCALE: size**-0.5,
             plugins.MASK_MODE: int(mode),
             # By these TensorRT's parser finds the plugin.
@@ -199,7 +180,7 @@ class PluginGraph(TensorRtGraph):
         single = self._single(x)
         half = at.head_dim // 2
         a, b = self.split(single, [half, half], [f"{x}.a", f"{x}.b"])
-        axis = self._axis(2)
+        axis = self.number([2])
         cos, sin = (self.op("Unsqueeze", [self._angles(t), axis], [f"{t}.angles"]) for t in at.rotary)
         rotated = [
             self.op(
@@ -212,7 +193,6 @@ class PluginGraph(TensorRtGraph):
 
 KEY_LENGTHS = "key_lengths"  # int32 [N], computed in the graph: rows of each cache that hold keys, the call's included
 ATTENTION = "Attention"
-_WORD = 32  # bits of a mask's word
 
 
 class NativeGraph(TensorRtGraph):
@@ -235,13 +215,6 @@ class NativeGraph(TensorRtGraph):
             self.output(names.kept_name(layer), "float32", ["N", "T", sum(delta.kept_widths(net))])
         self.input(names.PARENTS, "int32", ["N", "T"])
 
-    def slots(self, limits: Limits) -> str:
-        return "N"
-
-    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        super().row_inputs(tokens, max_tokens, masked=masked)
-        self._most, self._words = max_tokens, -(-max_tokens // _WORD)
-
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
         return self._rounded("RMSNormalization", [self._single(x), weight], out, axis=-1, epsilon=eps)
 
@@ -263,17 +236,17 @@ class NativeGraph(TensorRtGraph):
     def _trees(self, taps: int) -> delta.Tree:
         """The call's trees, from their mask and their rows' parents."""
         by_bit = self.op("Transpose", [self._bits()], ["tree_bits.rows"], perm=[0, 2, 1])
-        zero, two = self._axis(0), self._axis(2)
+        zero, two = self.number([0]), self.number([2])
         count = self.op("Shape", [names.PARENTS], ["parents.count"], start=1, end=2)
         seen = self.op("Slice", [by_bit, zero, count, two], ["seen"])
-        above = self.op("Add", [names.PARENTS, self._integer(taps - 1)], ["parents.place"])
+        above = self.op("Add", [names.PARENTS, self.number(taps - 1, np.int32)], ["parents.place"])
         above = self.cast(above, "int64", "parents.wide")
         # Of the past's rows too, as far as a row asks for it.
         earlier = self.constant("earlier", np.maximum(np.arange(taps - 1) - 1, 0)[None].astype(np.int64))
         roots = self.op("Mul", [self.rows_between(above, 0, 1, "roots"), zero], ["roots.none"])
         every = self.concat([self.op("Add", [roots, earlier], ["earlier.each"]), above], "parents.every", axis=1)
         numbers = self.constant("numbers", np.arange(taps - 1, taps - 1 + self._most, dtype=np.int64)[None])
-        own = self.op("Slice", [numbers, zero, count, self._axis(1)], ["rows.own"])
+        own = self.op("Slice", [numbers, zero, count, self.number([1])], ["rows.own"])
         sources = [self.op("Add", [self.op("Mul", [above, zero], ["rows.none"]), own], ["sources.0"])]
         for step in range(1, taps):
             sources.append(above)
@@ -296,10 +269,11 @@ class NativeGraph(TensorRtGraph):
         self, qkv: tuple[str, str, str], at: Attention, query_angles: tuple[str, str], visible: str, out: str
     ) -> str:
         """Attention of queries at their own angles; the mask `visible` is boolean [N, 1, T, S]."""
-        (query_heads, kv_heads), size = at.heads, at.head_dim
-        query, key, value = (
-            self._by_head(x, heads, size) for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True)
-        )
+        (query_heads, kv_heads), size, by_head = at.heads, at.head_dim, []  # [N, heads, T, D] each
+        for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True):
+            rows = self.reshape(x, [0, 0, heads, size], f"{x}.by_row")
+            by_head.append(self.op("Transpose", [rows], [f"{x}.by_head"], perm=[0, 2, 1, 3]))
+        query, key, value = by_head
         cos, sin = (self._angles(table) for table in at.rotary)
         first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
         new = self._rotated(key, cos, sin, at), value
@@ -315,11 +289,6 @@ class NativeGraph(TensorRtGraph):
         rows = self.op("Transpose", [seen], [f"{out}.by_row"], perm=[0, 2, 1, 3])
         return self.reshape(rows, [0, 0, query_heads * size], out)
 
-    def _by_head(self, x: str, heads: int, size: int) -> str:
-        """x [N, T, heads · D] as [N, heads, T, D]."""
-        rows = self.reshape(x, [0, 0, heads, size], f"{x}.by_row")
-        return self.op("Transpose", [rows], [f"{x}.by_head"], perm=[0, 2, 1, 3])
-
     def _rotated(self, x: str, cos: str, sin: str, at: Attention, *, scaled: bool = False) -> str:
         """Rotary embedding of x [N, heads, T, D], of its first elements where not all are rotated, by angles [N, T,
         rotated / 2]. With `scaled` it is times the scale of attention, which the angles of whole heads have."""
@@ -327,11 +296,8 @@ class NativeGraph(TensorRtGraph):
         if at.rotated != at.head_dim:
             attrs["rotary_embedding_dim"] = at.rotated
             if scaled:
-                single = self.op("Mul", [single, self._attention_scale(at)], [f"{x}.scaled"])
+                single = self.op("Mul", [single, self.number(at.head_dim**-0.5)], [f"{x}.scaled"])
         return self._rounded("RotaryEmbedding", [single, cos, sin], f"{x}.rotated", **attrs)
-
-    def _attention_scale(self, at: Attention) -> str:
-        return self.constant("scale", np.array(at.head_dim**-0.5, np.float32))
 
     def _query_angles(self, at: Attention, positions: str) -> tuple[str, str]:
         """Cosine and sine of positions [N, T], where all of a head is rotated times the scale of attention: [N, T,
@@ -339,7 +305,7 @@ class NativeGraph(TensorRtGraph):
         if at.rotated != at.head_dim:
             cos, sin = (self._angles(t, positions) for t in at.rotary)
             return cos, sin
-        scale = self._attention_scale(at)
+        scale = self.number(at.head_dim**-0.5)
         cos, sin = (self.op("Mul", [self._angles(t, positions), scale], [f"{t}.scaled"]) for t in at.rotary)
         return cos, sin
 
@@ -354,36 +320,24 @@ class NativeGraph(TensorRtGraph):
     # Masks, made once per pass
 
     def _block_visible(self, block: int, mask: BlockMask) -> str:
-        """bool [N, 1, block, S]: what has been written, as far as `mask` allows."""
-        if mask != BlockMask():
-            return self._within(block, mask)
+        """bool [N, 1, block, S]: what has been written, as far as `mask` allows by the distance of each column from a
+        row's own position."""
         ends = self.reshape(self._key_lengths(), [-1, 1, 1, 1], "ends")
         written = self.op("Less", [self._columns(), ends], ["is_written"])
-        shape = self.constant("block.shape", np.array([1, 1, block, 1], np.int64))
-        return self.op("Expand", [written, shape], ["visible"])
-
-    def _within(self, block: int, mask: BlockMask) -> str:
-        """`_block_visible` by the distance of each column from a row's own position."""
+        if mask == BlockMask():
+            return self.op("Expand", [written, self.number([1, 1, block, 1])], ["visible"])
         name = f"visible.{mask.window}.{'causal' if mask.causal else 'all'}"
-        ends = self.reshape(self._key_lengths(), [-1, 1, 1, 1], "ends")
         behind = self.constant("block.behind", np.arange(-block, 0, dtype=np.int32).reshape(1, 1, block, 1))
         own = self.op("Add", [ends, behind], ["block.positions"])  # [N, 1, block, 1]
         distance = self.op("Sub", [self._columns(), own], ["block.distances"])  # [N, 1, block, S]
-        # Rows behind the block's last one have not been written.
-        bounds = [self.op("Less", [self._columns(), ends], ["is_written"])]
-        if mask.causal:
-            bounds = [self.op("Less", [distance, self._integer(1)], [f"{name}.before"])]
-        elif mask.window:
-            bounds.append(self.op("Less", [distance, self._integer(mask.window)], [f"{name}.before"]))
+        last = self.number(1 if mask.causal else mask.window, np.int32)
+        visible = self.op("Less", [distance, last], [f"{name}.before"])
+        if not mask.causal:  # rows behind the block's last one have not been written
+            visible = self.op("And", [written, visible], [f"{name}.written"])
         if mask.window:
-            bounds.append(self.op("Greater", [distance, self._integer(-mask.window)], [f"{name}.after"]))
-        visible = bounds[0]
-        for i, bound in enumerate(bounds[1:]):
-            visible = self.op("And", [visible, bound], [f"{name}.{i}"])
+            after = self.op("Greater", [distance, self.number(-mask.window, np.int32)], [f"{name}.after"])
+            visible = self.op("And", [visible, after], [f"{name}.both"])
         return visible
-
-    def _integer(self, value: int) -> str:
-        return self.constant(f"integer.{value}", np.array(value, np.int32))
 
     def _tree_visible(self) -> str:
         """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set.
@@ -392,33 +346,31 @@ class NativeGraph(TensorRtGraph):
         """
         starts = self.reshape(names.PAST_LEN, [-1, 1], "starts")
         row = self.op("Sub", [self._columns(), starts], ["column_row"])  # int32 [N, S]: of the call, in each column
-        zero = self.constant("zero", np.array(0, np.int32))
-        largest = self.constant("last_bit", np.array(self._words * _WORD - 1, np.int32))
+        zero, largest = self.number(0, np.int32), self.number(self._words * _WORD - 1, np.int32)
         bit = self.op("Min", [self.op("Max", [row, zero], ["column_row.low"]), largest], ["column_bit"])
-        index = self.op("Unsqueeze", [self.cast(bit, "int64", "column_bit.wide"), self._axis(2)], ["column_bit.index"])
+        index = self.op(
+            "Unsqueeze", [self.cast(bit, "int64", "column_bit.wide"), self.number([2])], ["column_bit.index"]
+        )
         of_columns = self.op("GatherND", [self._bits(), index], ["tree_bits.columns"], batch_dims=1)
-        by_column = self.op("Unsqueeze", [of_columns, self._axis(1)], ["tree_bits.by_column"])
+        by_column = self.op("Unsqueeze", [of_columns, self.number([1])], ["tree_bits.by_column"])
         by_row = self.op("Transpose", [by_column], ["tree_bits.by_row"], perm=[0, 1, 3, 2])
-        past = self._for_rows(self.op("Less", [row, zero], ["in_past"]))
-        written = self._for_rows(self.op("Less", [row, self._rows_of_call()], ["is_written"]))
+        past, written = (
+            self.op("Unsqueeze", [self.op("Less", [row, end], [name]), self.number([1, 2])], [f"{name}.for_rows"])
+            for name, end in (("in_past", zero), ("is_written", self._rows_of_call()))
+        )
         return self.op("Or", [past, self.op("And", [by_row, written], ["in_tree"])], ["visible"])
-
-    def _for_rows(self, of_columns: str) -> str:
-        """[N, S] as [N, 1, 1, S]."""
-        axes = self.constant("axes.1.2", np.array([1, 2], np.int64))
-        return self.op("Unsqueeze", [of_columns, axes], [f"{of_columns}.for_rows"])
 
     def _bits(self) -> str:
         """The packed mask [N, T, W] as bool [N, 32 · W, T]. The parser has no operators on bits, so words are divided
         by powers of two, in int64, where those with bit 31 are positive."""
         words = self.cast(self._mask, "int64", "words.signed")
-        negative = self.op("Less", [words, self.constant("zero.wide", np.array(0, np.int64))], ["words.negative"])
-        wrapped = self.op("Add", [words, self.constant("wrap", np.array(1 << _WORD, np.int64))], ["words.wrapped"])
+        negative = self.op("Less", [words, self.number(0)], ["words.negative"])
+        wrapped = self.op("Add", [words, self.number(1 << _WORD)], ["words.wrapped"])
         words = self.op("Where", [negative, wrapped, words], ["words"])
         powers = self.constant("powers", np.int64(1) << np.arange(_WORD, dtype=np.int64))
-        each = self.op("Unsqueeze", [words, self._axis(3)], ["words.each"])
+        each = self.op("Unsqueeze", [words, self.number([3])], ["words.each"])
         shifted = self.op("Div", [each, powers], ["words.shifted"])
-        odd = self.op("Mod", [shifted, self.constant("two", np.array(2, np.int64))], ["words.bits"])
+        odd = self.op("Mod", [shifted, self.number(2)], ["words.bits"])
         flat = self.reshape(self.cast(odd, "bool", "words.set"), [0, 0, self._words * _WORD], "tree_bits")
         return self.op("Transpose", [flat], ["tree_bits.by_bit"], perm=[0, 2, 1])
 

@@ -7,6 +7,7 @@ and written to the graph's sink one by one, so that building needs little more m
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
+from ddtree_trt.build.checkpoint.scales import join_scales
 from ddtree_trt.build.graph.ops import Attention, Delta, Fine, Graph, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate, rotation_matrix
 from ddtree_trt.drafters.tapped import BODY as DRAFTER_BODY
@@ -25,35 +26,27 @@ from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, MLP, Part, Transfor
 from ddtree_trt.models.rotary import rotary_tables
 
 
+@dataclass(eq=False)
 class Network:
-    """The common parts of the target and the drafter: layers, caches, rotary tables.
+    """The common parts of the target and the drafter: layers, caches, rotary tables."""
 
-    In the graph weights have their Hugging Face names after `prefix`; `body` is the prefix of layers in the checkpoint.
-    """
+    g: Graph
+    dims: TransformerDims
+    weights: Weights
+    limits: Limits
+    prefix: str  # of weights in the graph, before their Hugging Face names
+    body: str = BODY  # prefix of layers in the checkpoint
+    quantized: Checkpoint | None = None
 
-    def __init__(
-        self,
-        graph: Graph,
-        dims: TransformerDims,
-        weights: Weights,
-        limits: Limits,
-        prefix: str,
-        body: str = BODY,
-        quantized: QuantizedWeights | None = None,
-    ) -> None:
-        self.g = graph
-        self.dims = dims
-        self.weights = weights
-        self.prefix = prefix
-        self.body = body
-        self.quantized = quantized
-        self.layers = decoder_layers(dims, body)
+    def __post_init__(self) -> None:
+        dims, limits = self.dims, self.limits
+        self.layers = decoder_layers(dims, self.body)
         rotary, half = (dims.rotated, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.rotated // 2
-        key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
-        cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
-        sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
+        key = f"{self.prefix}rotary.{half}.{dims.rope_theta:g}"
+        cos = self.g.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
+        sin = self.g.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
         self.rotary = (cos, sin)
-        graph.cache(dims, limits)
+        self.g.cache(dims, limits)
 
     def joined(self, *sources: str) -> np.ndarray:
         """One or several projections side by side [in, out], by their Hugging Face names."""
@@ -93,13 +86,7 @@ class Network:
         (name,) = part.sources
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
-    def next_norm(self, index: int) -> str:
-        """The weight of the norm after layer `index`: the next layer's first, or the final norm."""
-        layers = self.layers[index + 1 :]
-        return self.norm(layers[0].input_norm if layers else final_norm(self.dims, self.body))
-
     def name(self, index: int) -> str:
-        """Prefix of the tensors that layer `index` computes."""
         return f"{self.body}layers.{index}"
 
     def cached(self, index: int) -> Attention:
@@ -171,7 +158,8 @@ class Network:
         parts, layer, eps = self.layers[index], self.name(index), self.dims.rms_norm_eps
         h, x = self.g.add_rms_norm(projected, x, self.norm(parts.post_norm), f"{layer}.post", eps)
         inner = self.around(index, MLP, h, partial(self.mlp, index))
-        return self.g.add_rms_norm(inner, x, self.next_norm(index), f"{layer}.next", eps)
+        following = [*(each.input_norm for each in self.layers[index + 1 :]), final_norm(self.dims, self.body)]
+        return self.g.add_rms_norm(inner, x, self.norm(following[0]), f"{layer}.next", eps)
 
     def mlp(self, index: int, h: str) -> str:
         """SwiGLU of rows h [N, T, H], or that of the experts they choose."""
@@ -218,7 +206,7 @@ def build_target_graph(
     limits: Limits,
     tied: bool,
     prefix: str = "",
-    quantized: QuantizedWeights | None = None,
+    quantized: Checkpoint | None = None,
 ) -> ModelProto:
     """The target: T tokens of N slots after their caches → logits of R rows, tapped hidden states, and where the logits
     stay on a device, the choices.
@@ -321,10 +309,10 @@ class TappedNetwork(Network):
         ids = g.weight(f"{self.prefix}to_target", target_ids, g.integers)
         g.op("Gather", [ids, DRAFT_IDS], [names.CANDIDATES], axis=0)
 
-    def add_most_probable(self, logits: str, limits: Limits, *shape: int | str) -> None:
+    def add_most_probable(self, logits: str, *shape: int | str) -> None:
         """Add the outputs `log_probs` and `candidates` [..., K] of logits [..., V'], of these first dimensions."""
         g = self.g
-        most = min(max(limits.max_tree_budget, 1), self.dims.head_size)
+        most = min(max(self.limits.max_tree_budget, 1), self.dims.head_size)
         k = g.most_probable(logits, most, (names.LOG_PROBS, self.ids))
         self.add_target_ids()
         g.output(names.LOG_PROBS, "float32", [*shape, k])

@@ -117,10 +117,15 @@ class Graph(ABC):
         return key
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """A small array kept inside the graph."""
         if name not in self._initializers:
             self._initializers[name] = numpy_helper.from_array(value, name)
         return name
+
+    def number(self, value: Any, dtype: Any = None) -> str:
+        """A constant, a number or a list of numbers, that is named by what it is: int64, or of floats float32."""
+        array = np.array(value)
+        array = array.astype(dtype or (np.float32 if array.dtype.kind == "f" else np.int64))
+        return self.constant(f"{array.dtype}.{array.tolist()}".replace(" ", ""), array)
 
     # Operators of every runtime
 
@@ -143,12 +148,10 @@ class Graph(ABC):
     def row_product(self, x: str, weight: str, out: str) -> str:
         """As `product` of rows x [..., R, in], with the same bits for a row whatever R is. Kernels for one row sum in
         another order than those for several, so a row of zeros is multiplied as well."""
-        after = self.constant("row.after", np.array([0, 1], np.int64))
-        start, end, axis = (
-            self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in (("start", 0), ("end", -1), ("axis", -2))
-        )
-        padded = self.op("Pad", [x, after, "", axis], [f"{out}.padded"])
-        return self.op("Slice", [self.product(padded, weight, f"{out}.products"), start, end, axis], [out])
+        axis = self.number([-2])
+        padded = self.op("Pad", [x, self.number([0, 1]), "", axis], [f"{out}.padded"])
+        products = self.product(padded, weight, f"{out}.products")
+        return self.op("Slice", [products, self.number([0]), self.number([-1]), axis], [out])
 
     def linear(self, x: str, key: str, make: Make, out: str, gated: int = 0, fine: Fine | None = None) -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
@@ -195,34 +198,30 @@ class Graph(ABC):
         return self.concat([contexts, blocks], out, axis=1)
 
     def split(self, x: str, sizes: Sequence[int], outputs: Sequence[str]) -> Sequence[str]:
-        key = "sizes." + "_".join(map(str, sizes))
-        self.op("Split", [x, self.constant(key, np.array(sizes, np.int64))], outputs, axis=-1)
+        self.op("Split", [x, self.number(sizes)], outputs, axis=-1)
         return outputs
 
     def reshape(self, x: str, shape: Sequence[int], out: str) -> str:
-        key = "shape." + "_".join(map(str, shape))
-        return self.op("Reshape", [x, self.constant(key, np.array(shape, np.int64))], [out])
+        return self.op("Reshape", [x, self.number(shape)], [out])
 
     def concat(self, parts: Sequence[str], out: str, *, axis: int) -> str:
         return self.op("Concat", parts, [out], axis=axis)
 
     def scaled(self, x: str, factor: float) -> str:
-        """x in `floats` times a number."""
-        return (
-            x if factor == 1 else self.op("Mul", [x, self._scale(f"{x}.factor", np.float32(factor))], [f"{x}.scaled"])
-        )
+        if factor == 1:
+            return x
+        return self.op("Mul", [x, self._scale(f"{x}.factor", np.float32(factor))], [f"{x}.scaled"])
 
     def capped(self, logits: str, factor: float, cap: float) -> str:
         """Float32 logits times a factor and then, unless `cap` is 0, cap · tanh(logits / cap)."""
-
-        def times(x: str, number: float, out: str) -> str:
-            return self.op("Mul", [x, self.constant(f"{out}.factor", np.array(number, np.float32))], [out])
-
-        x = logits if factor == 1 else times(logits, factor, f"{logits}.scaled")
+        x = logits
+        if factor != 1:
+            x = self.op("Mul", [x, self.number(factor)], [f"{logits}.scaled"])
         if not cap:
             return x
-        inner = self.op("Tanh", [times(x, 1 / cap, f"{logits}.relative")], [f"{logits}.tanh"])
-        return times(inner, cap, f"{logits}.capped")
+        relative = self.op("Mul", [x, self.number(1 / cap)], [f"{logits}.relative"])
+        inner = self.op("Tanh", [relative], [f"{logits}.tanh"])
+        return self.op("Mul", [inner, self.number(cap)], [f"{logits}.capped"])
 
     def cast(self, x: str, dtype: str, out: str) -> str:
         return self.op("Cast", [x], [out], to=TYPES[dtype])
@@ -233,9 +232,7 @@ class Graph(ABC):
 
     def rows_between(self, x: str, start: int, end: int, out: str) -> str:
         """x[:, start:end] along the token axis; negative bounds count from the end."""
-        bounds = [("start", start), ("end", end), ("axis", 1)]
-        names = [self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in bounds]
-        return self.op("Slice", [x, *names], [out])
+        return self.op("Slice", [x, self.number([start]), self.number([end]), self.number([1])], [out])
 
     # Operators that each runtime lowers in its own way
 
@@ -281,13 +278,13 @@ class Graph(ABC):
     def swiglu(self, gate: str, up: str, out: str) -> str:
         """silu(gate) · up."""
 
-    @abstractmethod
     def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
         """The mixture of experts over rows x [N, T, H] with the router's logits [N, T, E].
 
         `projections` make the weights, stored under `key`: gate and up [E, 2·inner, H], gate before up, and down
         [E, H, inner].
         """
+        raise NotImplementedError  # the backends' `check` refuses such networks
 
     @abstractmethod
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
@@ -306,10 +303,10 @@ class Graph(ABC):
         """x times the sigmoid of the gate."""
         return self.op("Mul", [x, self.op("Sigmoid", [gate], [f"{out}.sigmoid"])], [out])
 
-    @abstractmethod
     def delta_net(self, projected: str, at: Delta, out: str) -> str:
         """A gated delta net over rows that see their ancestors and the slot's state: what its projections gave
         [N, T, sum of `projected_widths`] → [N, T, Hv · Dv], normed and gated."""
+        raise NotImplementedError  # hybrids are built with native attention
 
     def model(self) -> ModelProto:
         graph = helper.make_graph(

@@ -11,7 +11,9 @@ larger than sqrt(2/n), and a fast Fourier transform multiplies by it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,39 +64,32 @@ class Rotation:
     """
 
     def __init__(self, dims: TransformerDims, weights: Weights, body: str = BODY) -> None:
-        self._hidden, self._head_dim = dims.hidden_size, dims.head_dim
-        self._weights = weights
-        self._norms: set[str] = set()
-        self._readers: dict[str, str] = {}  # projection → the norm before it
-        self._writers: set[str] = set()
-        self._values: set[str] = set()  # projection to the values of attention, and its bias
-        self._outputs: set[str] = set()  # projections that read attention's results
+        self._hidden, self._weights = dims.hidden_size, weights
+        self._changes = defaultdict[str, list[Callable[[Floats], Floats]]](list)  # of each weight, in order
+        (self._last_norm,) = final_norm(dims, body).sources
+        self._changes[self._last_norm].append(np.ones_like)
         for layer in decoder_layers(dims, body):
             for norm, reader in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):
-                self._norms.update(norm.sources)
-                self._readers |= dict.fromkeys(reader.sources, *norm.sources)
-            self._writers |= {*layer.o.sources, *layer.down.sources}
-            self._outputs.update(layer.o.sources)
-            self._values.add(layer.qkv.sources[-1])
-            if layer.qkv_bias is not None:
-                self._values.add(layer.qkv_bias.sources[-1])
-        (self._last_norm,) = final_norm(dims, body).sources
-        self._norms.add(self._last_norm)
+                (before,) = norm.sources
+                self._changes[before].append(np.ones_like)
+                for name in reader.sources:
+                    self._changes[name].append(partial(self._behind_norm, before))
+            for name in layer.o.sources:  # they read attention's results
+                self._changes[name].append(lambda w: rotate(w, dims.head_dim))
+            for name in (*layer.o.sources, *layer.down.sources):  # they write the stream
+                self._changes[name].append(lambda w: rotate(w.T, dims.hidden_size).T)
+            for part in layer.projected:  # the last one is attention's values
+                self._changes[part.sources[-1]].append(lambda w: rotate(w.T, dims.head_dim).T)
 
     def __call__(self, name: str) -> Floats:
         """The rotated weight, laid out as in the checkpoint."""
         weight: Floats = self._weights(name)
-        if name in self._norms:
-            return np.ones_like(weight)
-        if name in self._readers:
-            weight = rotate(weight * self._weights(self._readers[name]), self._hidden)
-        if name in self._outputs:
-            weight = rotate(weight, self._head_dim)
-        if name in self._writers:
-            weight = rotate(weight.T, self._hidden).T
-        if name in self._values:
-            weight = rotate(weight.T, self._head_dim).T
+        for change in self._changes.get(name, ()):
+            weight = change(weight)
         return weight
+
+    def _behind_norm(self, norm: str, weight: Floats) -> Floats:
+        return rotate(weight * self._weights(norm), self._hidden)
 
     def into(self) -> Floats:
         """The matrix [H, H] that rows of the embedding are multiplied by."""

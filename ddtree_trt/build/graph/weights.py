@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from onnx import StringStringEntryProto, TensorProto
@@ -19,7 +19,7 @@ _WRITE_BLOCK = 32 << 20
 _FLOATS = frozenset(precision.dtype for precision in PRECISIONS.values())
 
 
-class WeightFile:
+class WeightFile(AbstractContextManager["WeightFile"]):
     """Writes arrays one after another and returns ONNX initialisers that refer to them.
 
     An array is stored once under its key for both graphs: the drafter's embedding and head are the target's. Only the
@@ -36,7 +36,6 @@ class WeightFile:
 
     @property
     def size(self) -> int:
-        """Bytes of array data written so far, padding not counted."""
         return self._done
 
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
@@ -82,12 +81,7 @@ class WeightFile:
         self._file.close()
         self._progress("write weights", self._done, self._done)
 
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddtree_trt.drafters.kind import DrafterKind
-from ddtree_trt.models.decoder import (
-    Part,
-    Shapes,
-    TransformerDims,
-    embedding,
-    head,
-    language_model_shapes,
-    language_model_stored,
-)
+from ddtree_trt.models.decoder import Part, TransformerDims, embedding, head, language_model_stored
 
 
 class Autoregressive(DrafterKind):
-    """It fits every target of its vocabulary."""
-
     name = "autoregressive"
     title = "autoregressive drafter"
     record = TransformerDims
@@ -27,9 +17,6 @@ class Autoregressive(DrafterKind):
     @property
     def own_tables(self) -> tuple[Part, ...]:
         return embedding(self.dims), head(self.dims)
-
-    def shapes(self, *, tied: bool) -> Shapes:
-        return language_model_shapes(self.dims, tied=tied)
 
     def stored(self, *, tied: bool) -> Iterator[Part]:
         return language_model_stored(self.dims, tied=tied)

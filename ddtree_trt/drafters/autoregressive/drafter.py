@@ -15,22 +15,11 @@ from ddtree_trt.runtime.engines.drafters import Drafter, LanguageModel, split
 from ddtree_trt.runtime.tree import token_chain
 
 
+@dataclass
 class _Context:
-    """An autoregressive drafter's record of one slot."""
-
-    def __init__(self) -> None:
-        self.committed: list[int] = []
-        self.cached: list[int] = []  # tokens of its cache: committed ones, then drafted ones
-        self.agreed = 0  # leading tokens of `cached` that equal the committed ones
-
-    def roll_back(self) -> int:
-        """Forget cached tokens that were not committed; returns the number of those left."""
-        kept, longest = self.agreed, min(len(self.cached), len(self.committed))
-        while kept < longest and self.cached[kept] == self.committed[kept]:
-            kept += 1
-        del self.cached[kept:]
-        self.agreed = kept
-        return kept
+    committed: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)  # tokens of its cache: committed ones, then drafted ones
+    agreed: int = 0  # leading tokens of `cached` that equal the committed ones
 
 
 class AutoregressiveDrafter(Drafter):
@@ -83,7 +72,12 @@ class AutoregressiveDrafter(Drafter):
 
     def _roll_back(self, slot: int) -> None:
         """Forget rows that were not committed: passes of other slots may run along an idle one's."""
-        self._model.cache.truncate(slot, self._contexts[slot].roll_back())
+        c = self._contexts[slot]
+        longest = min(len(c.cached), len(c.committed))
+        while c.agreed < longest and c.cached[c.agreed] == c.committed[c.agreed]:
+            c.agreed += 1
+        del c.cached[c.agreed :]
+        self._model.cache.truncate(slot, c.agreed)
 
     def _extend(self, chains: Sequence[_Chain]) -> Sequence[NDArray[np.float32]]:
         """Append the tokens of chains to their caches: of each the last one's logits [V]."""
@@ -101,8 +95,6 @@ class AutoregressiveDrafter(Drafter):
 
 @dataclass
 class _Chain:
-    """A draft in the making."""
-
     request: DraftRequest
     tokens: list[int]  # those that the next pass takes
     log_probs: list[NDArray[np.float32]] = field(default_factory=list)  # of each drawn token's candidates [K]

@@ -18,8 +18,6 @@ from ddtree_trt.runtime.engines.torch.model import DrafterParts, LanguageModel
 
 
 class TorchLanguageModel:
-    """Passes of an autoregressive drafter's language model."""
-
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.cache = model.cache

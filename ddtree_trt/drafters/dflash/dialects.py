@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.build.checkpoint.dialect import (
@@ -63,11 +64,6 @@ def _known(*tables: Known) -> Known:
     return known(_COMMON, *tables)
 
 
-def _refuse_other(fields: Fields, name: str, value: int) -> None:
-    """Raises the fields' error where this field has another value."""
-    refuse_unknown(fields, {**dict.fromkeys(fields.data), name: (value,)})
-
-
 def _drafter(
     fields: Fields, dims: TransformerDims, *, windows: Sequence[int], causal: Sequence[bool], **entries: Any
 ) -> DFlashDims:
@@ -91,19 +87,6 @@ def _taps(fields: Fields, name: str, layers: Sequence[int]) -> tuple[int, ...]:
     if not layers or len(layers) > LAYERS.highest:
         raise fields.fault(name, f"has {len(layers)} entries, it must name the target layers to tap")
     return tuple(layers)
-
-
-def _flat_entries(fields: Fields, section: Fields, default_taps: Sequence[int] | None = None) -> dict[str, Any]:
-    """Taps, block and mask where each may be in the section or beside it."""
-    layers = stated("target_layer_ids", list[TapLayer], section, fields)
-    if layers is None:
-        layers = default_taps or required("target_layer_ids", list[TapLayer], section, fields)
-    return {
-        "block_size": required("block_size", Annotated[int, dflash.BLOCK], fields, section),
-        "mask_token_id": required("mask_token_id", _MaskToken, section, fields),
-        "tap_layers": _taps(section, "target_layer_ids", layers),
-        "num_target_layers": required("num_target_layers", Annotated[int, LAYERS], fields, section),
-    }
 
 
 def _markov(*places: Fields) -> dict[str, Any]:
@@ -146,34 +129,30 @@ def _attention(fields: Fields, section: Fields, family: Family, layers: int) -> 
     return {"windows": windows, "causal": causal}
 
 
-# z-lab and JetSpec
+# z-lab and JetSpec, DeepSpec and SpecForge: where each field may be in the section or beside it
 
 
-def _zlab_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
-    target_layers = required("num_target_layers", Annotated[int, LAYERS], fields, fields.section(SECTION))
-    return _zlab_drafter(fields, dims, family, default_tap_layers(target_layers, dims.num_layers))
-
-
-def _dflash2_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
-    section, rank = fields.section(SECTION), Annotated[int, RANK]
-    group = section.integer("conv_group_size", RANK)
-    if dims.hidden_size % group:
-        raise section.fault("conv_group_size", f"is {group}, but hidden_size {dims.hidden_size} is not a multiple")
-    return _zlab_drafter(
-        fields,
-        dims,
-        family,
-        selector=Selector(top=section.value("selector_top_k", rank), rank=section.value("selector_rank", rank)),
-        convolution=Convolution(taps=section.integer("conv_kernel_size", TAPS), groups=dims.hidden_size // group),
-    )
-
-
-def _zlab_drafter(
-    fields: Fields, dims: TransformerDims, family: Family, default_taps: Sequence[int] | None = None, **entries: Any
+def _flat_dims(
+    fields: Fields,
+    dims: TransformerDims,
+    family: Family,
+    *,
+    spread: bool = False,
+    anchor_first: bool = False,
+    own_tables: bool = False,
+    **entries: Any,
 ) -> DFlashDims:
+    """`spread`: taps that are not stated are spread over the target's layers. `anchor_first`: if it is not stated."""
     section = fields.section(SECTION)
     for place in (fields, section):
-        _refuse_other(place, "target_vocab_size", dims.vocab_size)
+        refuse_unknown(place, {**dict.fromkeys(place.data), "target_vocab_size": (dims.vocab_size,)})
+    target_layers = required("num_target_layers", Annotated[int, LAYERS], fields, section)
+    taps = stated("target_layer_ids", list[TapLayer], section, fields)
+    if taps is None and spread:
+        taps = default_tap_layers(target_layers, dims.num_layers)
+    elif taps is None:
+        taps = section.value("target_layer_ids", list[TapLayer])
+    anchor = stated("sample_from_anchor", bool, fields, section)
     scales = {
         "embedding_scale": ("input_embedding_scale", dflash.SCALE),
         "logit_scale": ("output_multiplier", dflash.SCALE),
@@ -184,21 +163,38 @@ def _zlab_drafter(
         fields,
         dims,
         **_attention(fields, section, family, dims.num_layers),
-        **_flat_entries(fields, section, default_taps),
+        block_size=required("block_size", Annotated[int, dflash.BLOCK], fields, section),
+        mask_token_id=required("mask_token_id", _MaskToken, section, fields),
+        tap_layers=_taps(section, "target_layer_ids", taps),
+        num_target_layers=target_layers,
         **{ours: value for ours, value in found.items() if value is not None},
-        anchor_first=stated("sample_from_anchor", bool, fields, section) or False,
+        anchor_first=anchor_first if anchor is None else anchor,
         draft_vocab_size=stated("draft_vocab_size", _Vocabulary, fields, section),
+        own_embedding=own_tables,
+        own_head=own_tables,
+        **_markov(fields, section),
         **entries,
     )
 
 
-def _head_as_stored(dims: DFlashDims, stored: Collection[str]) -> DFlashDims:
-    """A head over fewer tokens is the drafter's own where its checkpoint holds one, and else rows of the target's."""
-    return replace(dims, own_head=True) if dims.draft_vocab_size is not None and OWN_HEAD in stored else dims
+def _dflash2_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
+    section = fields.section(SECTION)
+    group = section.integer("conv_group_size", RANK)
+    if dims.hidden_size % group:
+        raise section.fault("conv_group_size", f"is {group}, but hidden_size {dims.hidden_size} is not a multiple")
+    selector = Selector(section.integer("selector_top_k", RANK), section.integer("selector_rank", RANK))
+    convolution = Convolution(section.integer("conv_kernel_size", TAPS), groups=dims.hidden_size // group)
+    return _flat_dims(fields, dims, family, selector=selector, convolution=convolution)
 
 
 def _zlab(title: str, read_dims: Any, architecture: str, *more: Known, mark: str = "") -> Dialect:
     neutral = {"projector_type": ("dflash",), "markov_rank": (0,)}
+
+    def settle(dims: DFlashDims, stored: Collection[str]) -> DFlashDims:
+        """A head over fewer tokens is the drafter's own where its checkpoint holds one, and else rows of the
+        target's."""
+        return replace(dims, own_head=True) if dims.draft_vocab_size is not None and OWN_HEAD in stored else dims
+
     return Dialect(
         title=title,
         architectures=(architecture,),
@@ -206,36 +202,19 @@ def _zlab(title: str, read_dims: Any, architecture: str, *more: Known, mark: str
         fields=_known(_FLAT, _SCALES, _VOCABULARIES, {SECTION: None}),
         sections={SECTION: _known(_IN_SECTION, _SCALES, _VOCABULARIES, *more, neutral)},
         read_dims=read_dims,
-        settle=_head_as_stored,
+        settle=settle,
         unused=(OWN_EMBEDDING, OWN_HEAD),  # copies of the target's
     )
 
 
-# DeepSpec and SpecForge
-
-
 def _dspark(title: str, architecture: str, *, own_tables: bool) -> Dialect:
-    def read(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
-        section = fields.section(SECTION)
-        anchor = stated("sample_from_anchor", bool, fields, section)
-        return _drafter(
-            fields,
-            dims,
-            **_attention(fields, section, family, dims.num_layers),
-            **_flat_entries(fields, section),
-            anchor_first=True if anchor is None else anchor,
-            **_markov(fields, section),
-            own_embedding=own_tables,
-            own_head=own_tables,
-        )
-
     neutral = {"projector_type": ("dspark",), **_UNTIED}
     return Dialect(
         title=title,
         architectures=(architecture,),
         fields=_known(_FLAT, _MARKOV, _CONFIDENCE, {SECTION: None}, neutral),
         sections={SECTION: _known(_IN_SECTION, _MARKOV, _CONFIDENCE, neutral)},
-        read_dims=read,
+        read_dims=partial(_flat_dims, anchor_first=True, own_tables=own_tables),
         settle=DFlashDims.as_stored,
         unused=(_CONFIDENCE_HEAD,),
     )
@@ -255,7 +234,7 @@ _SPECULATORS = words(
 
 def _speculators_dims(fields: Fields, dims: TransformerDims, family: Family) -> DFlashDims:
     decoder = fields.section(SPECULATORS_DECODER)
-    _refuse_other(fields, "target_hidden_size", dims.hidden_size)
+    refuse_unknown(fields, {**dict.fromkeys(fields.data), "target_hidden_size": (dims.hidden_size,)})
     for name in _WINDOW_FIELDS:
         stated(name, Any, decoder, fields)  # refused where the two differ
     merged = Fields({**{n: v for n, v in fields.data.items() if n in _WINDOW_FIELDS}, **decoder.data}, fields.source)
@@ -263,6 +242,13 @@ def _speculators_dims(fields: Fields, dims: TransformerDims, family: Family) -> 
     non_causal = fields.flag("sliding_window_non_causal", False)
     block = fields.integer("block_size", dflash.BLOCK)
     ids = fields.value(_AUX_TAPS, list[Annotated[int, Between(1, LAYERS.highest)]])
+    # Whether position 0 predicts: as stated, or as the proposals are as many as the block has positions.
+    methods = fields.section(_CONFIG).optional("proposal_methods", list[dict[str, Any]]) or [{}]
+    proposed = max(Fields(m, fields.source, _CONFIG).integer("speculative_tokens", dflash.BLOCK, 1) for m in methods)
+    anchor_first = fields.flag("sample_from_anchor", proposed == block)
+    if proposed > (block if anchor_first else block - 1):
+        also = f" and sample_from_anchor {shown(anchor_first)}" if fields.has("sample_from_anchor") else ""
+        raise fields.fault(_CONFIG, f"proposes {proposed} tokens, more than block_size {block}{also} can: which is it?")
     return _drafter(
         fields,
         dims,
@@ -272,26 +258,12 @@ def _speculators_dims(fields: Fields, dims: TransformerDims, family: Family) -> 
         mask_token_id=fields.value("mask_token_id", _MaskToken),
         tap_layers=_taps(fields, _AUX_TAPS, [i - 1 for i in ids]),
         num_target_layers=None,
-        anchor_first=_anchor_first(fields, block),
+        anchor_first=anchor_first,
         draft_vocab_size=fields.optional("draft_vocab_size", _Vocabulary),
         own_embedding=True,
         own_head=True,
         **_markov(fields),
     )
-
-
-def _anchor_first(fields: Fields, block: int) -> bool:
-    """Whether position 0 predicts: as stated, or as the proposals are as many as the block has positions."""
-    methods = fields.section(_CONFIG).optional("proposal_methods", list[dict[str, Any]]) or [{}]
-    proposed = max(Fields(m, fields.source, _CONFIG).integer("speculative_tokens", dflash.BLOCK, 1) for m in methods)
-    given = fields.optional("sample_from_anchor", bool)
-    anchor_first = proposed == block if given is None else given
-    longest = block if anchor_first else block - 1
-    if proposed > longest:
-        stated_as = "" if given is None else f" and sample_from_anchor {shown(given)}"
-        problem = f"proposes {proposed} tokens, more than block_size {block}{stated_as} can: which is it?"
-        raise fields.fault(_CONFIG, problem)
-    return anchor_first
 
 
 def _speculators(kind: str, title: str, *more: Known) -> Dialect:
@@ -313,7 +285,7 @@ def _speculators(kind: str, title: str, *more: Known) -> Dialect:
 
 _SELECTOR = words("selector_top_k selector_rank conv_kernel_size conv_group_size")
 DIALECTS = (
-    _zlab(f"drafters with a {SECTION}", _zlab_dims, dflash.ARCHITECTURE, mark=SECTION),
+    _zlab(f"drafters with a {SECTION}", partial(_flat_dims, spread=True), dflash.ARCHITECTURE, mark=SECTION),
     _zlab("drafters with a candidate selector", _dflash2_dims, "DFlash2DraftModel", _SELECTOR),
     _dspark("DeepSpec's drafters", "Qwen3DSparkModel", own_tables=True),
     _dspark("DSpark drafters", "DSparkDraftModel", own_tables=False),

@@ -109,8 +109,6 @@ def layer_convolutions(dims: DFlashDims, index: int) -> dict[str, ConvolutionPar
 
 
 class DFlash(TappedKind):
-    """One pass denoises a block."""
-
     name = "dflash"
     title = "DFlash drafter"
     record = DFlashDims
@@ -135,15 +133,6 @@ class DFlash(TappedKind):
         convolutions = [layer_convolutions(self.dims, i).values() for i in range(self.dims.num_layers)]
         parts = [part for each in convolutions for parts in each for part in parts]
         return super().unrounded | set(shapes_of([*parts, *(self.pairs.parts if self.pairs else ())]))
-
-    def shapes(self, *, tied: bool) -> Shapes:
-        d = self.dims
-        layers = [part for layer in decoder_layers(d, BODY) for part in layer]
-        for index in range(d.num_layers):
-            layers += (part for parts in layer_convolutions(d, index).values() for part in parts)
-        pairs = () if self.pairs is None else self.pairs.parts
-        parts = (self.fc, context_norm(d), *layers, final_norm(d, BODY), *self.own_tables, *self.to_target, *pairs)
-        return shapes_of(parts)
 
     def stored(self, *, tied: bool) -> Iterator[Part]:
         d, layers = self.dims, decoder_layers(self.dims, BODY)

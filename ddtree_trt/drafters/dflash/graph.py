@@ -53,15 +53,13 @@ def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> 
     logits = g.reshape(net.logits(flat, "flat_logits"), [-1, dims.draft_length, dims.head_size], "logits")
     if dims.pair_head is None:
         capped = g.capped(logits, dims.logit_scale, dims.logit_cap)
-        net.add_most_probable(capped, limits, "N", dims.draft_length)
+        net.add_most_probable(capped, "N", dims.draft_length)
     else:
         net.add_pairs(dims.pair_head, drafting, token_ids, logits)
     return g.model()
 
 
 class _Network(TappedNetwork):
-    """The drafter's layers, its head for pairs, and its convolutions."""
-
     dims: DFlashDims
 
     def part(self, part: Part, key: str = "", change: Callable[[np.ndarray], np.ndarray] = np.asarray) -> str:
@@ -81,14 +79,17 @@ class _Network(TappedNetwork):
         [N, block] the block's tokens."""
         g, dims = self.g, self.dims
         shape: list[int | str] = ["N", dims.draft_length, head.candidates]
-        wanted = g.constant(f"top.{head.candidates}", np.array([head.candidates], np.int64))
-        g.op("TopK", [logits, wanted], ["best_logits", f"{DRAFT_IDS}.wide"], axis=-1, largest=1, sorted=1)
+        g.op("TopK", [logits, g.number([head.candidates])], ["best_logits", f"{DRAFT_IDS}.wide"], axis=-1)
         g.cast(f"{DRAFT_IDS}.wide", g.integers, self.ids)
         self.add_target_ids()
         g.op("Identity", [g.capped("best_logits", dims.logit_scale, dims.logit_cap)], [names.UNARY])
         g.output(names.UNARY, "float32", shape)
         g.output(names.CANDIDATES, g.integers, shape)
-        before = self._tokens_before(head, token_ids)
+        # The tokens that candidates may follow: C times the bonus token, then the candidates before.
+        bonus = g.op("Gather", [token_ids, g.number([0] * head.candidates)], ["pairs.bonus"], axis=1)
+        first = g.reshape(bonus, [0, 1, head.candidates], "pairs.first")
+        others = g.rows_between(names.CANDIDATES, 0, -1, "pairs.others")
+        before = g.concat([first, others], "pairs.before", axis=1)
         left = g.op("Gather", [self.part(head.left), before], ["pairs.left"], axis=0)
         if head.projection is not None:
             projected = self._for_candidates(head, self.part_product(hidden, head.projection, "pairs.projected"))
@@ -99,15 +100,6 @@ class _Network(TappedNetwork):
         for factor, name in ((left, names.LEFT), (right, names.RIGHT)):
             g.cast(factor, "float32", name)
             g.output(name, "float32", [*shape, head.rank])
-
-    def _tokens_before(self, head: PairHead, token_ids: str) -> str:
-        """The tokens that candidates [N, L, C] may follow: C times the bonus token, then the candidates before."""
-        g, count = self.g, head.candidates
-        column = g.constant(f"first_column.{count}", np.zeros(count, np.int64))
-        bonus = g.op("Gather", [token_ids, column], ["pairs.bonus"], axis=1)
-        first = g.reshape(bonus, [0, 1, count], "pairs.first")
-        others = g.rows_between(names.CANDIDATES, 0, -1, "pairs.others")
-        return g.concat([first, others], "pairs.before", axis=1)
 
     def _opened(self, head: PairHead, hidden: str, left: str, gate: Part, bias: Part) -> str:
         """How far the gate is open for each token before, [N, L, C, r]: σ(G · [h; e] + g)."""
@@ -135,19 +127,16 @@ class _Network(TappedNetwork):
         parts, out = layer_convolutions(self.dims, index)[place], f"layers.{index}.{place}_conv"
         both = self.part_product(x, parts.kernels, f"{out}.dynamic")
         dynamic = g.split(both, [convolution.groups] * 2 * taps, [f"{out}.dynamic.{i}" for i in range(2 * taps)])
-        kernels = [self._kernel(convolution, parts.base, i, kernel) for i, kernel in enumerate(dynamic)]
+        kernels = []  # [N, block, groups, H / groups] of each side and tap
+        for i, name in enumerate(dynamic):
+
+            def still(weight: np.ndarray, i: int = i) -> np.ndarray:
+                return weight[i // taps, i % taps].reshape(convolution.groups, -1)
+
+            by_group = g.reshape(name, [0, 0, convolution.groups, 1], f"{name}.by_group")
+            kernels.append(g.op("Add", [by_group, self.part(parts.base, f".{i}", still)], [f"{name}.kernel"]))
         inner = sublayer(self._convolved(convolution, x, kernels[:taps], f"{out}.in"))
         return self._convolved(convolution, inner, kernels[taps:], f"{out}.out")
-
-    def _kernel(self, convolution: Convolution, base: Part, index: int, dynamic: str) -> str:
-        """The kernel [N, block, groups, H / groups] of a side and tap, from its dynamic part [N, block, groups]."""
-        g, groups, taps = self.g, convolution.groups, convolution.taps
-
-        def still(weight: np.ndarray) -> np.ndarray:
-            return weight[index // taps, index % taps].reshape(groups, -1)
-
-        by_group = g.reshape(dynamic, [0, 0, groups, 1], f"{dynamic}.by_group")
-        return g.op("Add", [by_group, self.part(base, f".{index}", still)], [f"{dynamic}.kernel"])
 
     def _convolved(self, convolution: Convolution, x: str, kernels: Sequence[str], out: str) -> str:
         """x [N, block, H] under the kernels of one side, one per tap; rows before the block are zeros."""
@@ -155,8 +144,8 @@ class _Network(TappedNetwork):
         rows = g.reshape(x, [0, 0, groups, size // groups], f"{out}.by_group")
         total = g.op("Mul", [kernels[0], rows], [f"{out}.0"])
         for tap in range(1, min(len(kernels), self.dims.block_size)):
-            pads = g.constant(f"pads.{tap}", np.array([0, tap, 0, 0, 0, 0, 0, 0], np.int64))
-            earlier = g.op("Pad", [g.rows_between(rows, 0, -tap, f"{out}.{tap}.kept"), pads], [f"{out}.{tap}.rows"])
+            kept = g.rows_between(rows, 0, -tap, f"{out}.{tap}.kept")
+            earlier = g.op("Pad", [kept, g.number([0, tap, 0, 0, 0, 0, 0, 0])], [f"{out}.{tap}.rows"])
             weighted = g.op("Mul", [kernels[tap], earlier], [f"{out}.{tap}.weighted"])
             total = g.op("Add", [total, weighted], [f"{out}.{tap}"])
         return g.reshape(total, [0, 0, size], out)

@@ -24,9 +24,8 @@ Sources: the Markov heads of DeepSpec and SpecForge; DFlash2 in z-lab's DFlash a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from ddtree_trt.models.decoder import Part, TransformerDims
 from ddtree_trt.reading import Between
@@ -74,7 +73,6 @@ class PairHead:
 
     @property
     def rank(self) -> int:
-        """r"""
         return self.left.shape[1]
 
     @property
@@ -83,29 +81,19 @@ class PairHead:
         return tuple(part for part in parts if part is not None)
 
 
-@dataclass(frozen=True)
-class ConvolutionParts:
-    """The tensors of one convolution."""
-
+class ConvolutionParts(NamedTuple):
     base: Part  # [2 · taps, H]: of the sublayer's input, then of its output
     kernels: Part  # K [2 · taps · groups, H]
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter((self.base, self.kernels))
 
 
 def markov_head(dims: TransformerDims, rank: int, head_size: int, *, gated: bool) -> PairHead:
     """The Markov head over a draft vocabulary of `head_size` tokens, V'."""
-    gate, gate_bias = None, None
-    if gated:
-        gate = Part("pairs.gate", {MARKOV_GATE: (rank, dims.hidden_size + rank)})
-        gate_bias = Part("pairs.gate_bias", {MARKOV_GATE_BIAS: (rank,)})
     return PairHead(
         candidates=min(MARKOV_CANDIDATES, head_size),
         left=Part("pairs.left", {MARKOV_LEFT: (dims.vocab_size, rank)}),
         right=Part("pairs.right", {MARKOV_RIGHT: (head_size, rank)}),
-        gate=gate,
-        gate_bias=gate_bias,
+        gate=Part("pairs.gate", {MARKOV_GATE: (rank, dims.hidden_size + rank)}) if gated else None,
+        gate_bias=Part("pairs.gate_bias", {MARKOV_GATE_BIAS: (rank,)}) if gated else None,
     )
 
 
@@ -121,11 +109,7 @@ def selector_head(dims: TransformerDims, selector: Selector, head_size: int) -> 
 
 def convolution_parts(dims: TransformerDims, convolution: Convolution, place: str, prefix: str) -> ConvolutionParts:
     """The tensors of the convolution at `place`, ATTENTION or MLP, of the layer whose tensors begin with `prefix`."""
-    kernels = 2 * convolution.taps * convolution.groups
-    base = {f"{prefix}{place}_conv.base_kernel": (2, convolution.taps, dims.hidden_size)}
-    return ConvolutionParts(
-        base=Part(f"{place}_conv.base", base),
-        kernels=Part(
-            f"{place}_conv.kernels", {f"{prefix}{place}_conv.kernel_projection.weight": (kernels, dims.hidden_size)}
-        ),
-    )
+    name, taps, hidden = f"{place}_conv", convolution.taps, dims.hidden_size
+    base = {f"{prefix}{name}.base_kernel": (2, taps, hidden)}
+    kernels = {f"{prefix}{name}.kernel_projection.weight": (2 * taps * convolution.groups, hidden)}
+    return ConvolutionParts(Part(f"{name}.base", base), Part(f"{name}.kernels", kernels))

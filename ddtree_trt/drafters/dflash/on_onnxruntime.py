@@ -24,6 +24,7 @@ class _States:
 
     def __init__(self) -> None:
         self.rows = 0
+        self.first = 0  # of the rows, cached or not, from which on none was left out
         self._pieces: list[NDArray[np.float32]] = []  # [rows, M·H]
 
     def add(self, states: NDArray[np.float32]) -> None:
@@ -35,6 +36,15 @@ class _States:
             self._pieces = [np.concatenate(self._pieces)[:rows]] if rows else []
             self.rows = rows
 
+    def leave_out(self, rows: int) -> None:
+        """Forget so many of the oldest."""
+        self.rows -= rows
+        while rows:
+            piece = self._pieces.pop(0)
+            if len(piece) > rows:
+                self._pieces.insert(0, piece[rows:])
+            rows = max(0, rows - len(piece))
+
     def take(self) -> NDArray[np.float32]:
         states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
         self._pieces = []
@@ -43,7 +53,8 @@ class _States:
 
 
 class BlockDrafter(Drafter):
-    """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
+    """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token, or
+    where all layers have windows of those that they reach: the cache's rows before them are never written."""
 
     def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
         """`chunk`: most states of one pass."""
@@ -51,6 +62,7 @@ class BlockDrafter(Drafter):
         self._dims = dims
         self._chunk = chunk
         self._pending = [_States() for _ in range(network.cache.slots)]
+        self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
     def context_length(self, slot: int) -> int:
         return self._network.cache.lengths[slot] + self._pending[slot].rows
@@ -58,15 +70,27 @@ class BlockDrafter(Drafter):
     def unseen(self, slot: int) -> int:
         return self._pending[slot].rows
 
+    def draftable(self, slot: int, length: int) -> int:
+        known = super().draftable(slot, length)
+        reached = max(0, known - self._reach)
+        return reached if reached < self._pending[slot].first else known
+
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
-        self._pending[slot].add(states)
+        pending = self._pending[slot]
+        pending.add(states)
+        if self._reach and (unreached := pending.rows - self._reach) > 0:
+            pending.leave_out(unreached)
+            self._network.cache.append(slot, unreached)
+            pending.first = self._network.cache.lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
         cache = self._network.cache
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        self._pending[slot].cut(length - context)
+        pending = self._pending[slot]
+        pending.cut(length - context)
+        pending.first = min(pending.first, length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""

@@ -13,7 +13,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import Layout, Rows, context_steps, draft_results
+from ddtree_trt.device.buffers import Rows, context_steps, draft_results
 from ddtree_trt.device.cuda_device import Upload
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import EngineError
@@ -101,8 +101,8 @@ class BlockDrafter(Drafter):
             groups.setdefault(rows, []).append(request)
         drafts: dict[int, Draft] = {}
         for rows, group in groups.items():
-            self._pass([r.slot for r in group], rows, [r.bonus_token for r in group], capture=rows in self._steps)
-            drafts |= self._fetch(group)
+            slots, bonus = [r.slot for r in group], [r.bonus_token for r in group]
+            drafts |= self._fetch(group, self._pass(slots, rows, bonus, capture=rows in self._steps))
         return [drafts[r.slot] for r in requests]
 
     def warm_up(self, slot: int, budget: int) -> None:
@@ -126,15 +126,17 @@ class BlockDrafter(Drafter):
             yield base + at * self._state_bytes, count
             first, rows = first + count, rows - count
 
-    def _pass(self, slots: Sequence[int], rows: int, bonus_tokens: Sequence[int], *, capture: bool = False) -> None:
-        """Process `rows` context rows of every slot, C, and run the block behind them.
+    def _pass(
+        self, slots: Sequence[int], rows: int, bonus_tokens: Sequence[int], *, capture: bool = False
+    ) -> Sequence[int]:
+        """Process `rows` context rows of every slot, C, and run the block behind them; returns the pass's slots.
 
         They are the last known ones, or the oldest waiting ones when more than `rows` wait. An idle slot of the pass
         takes what is in the buffer for context behind its rows, where nothing counts.
         """
         dims, block, size = self._dims, self._dims.block_size, self._state_bytes
         ends = {slot: min(self._known[slot].end, self.cache.lengths[slot] + rows) for slot in slots}
-        passed = self._pass_slots(slots)
+        passed = neighbouring(slots) if self.network.neighbours else slots
         past = np.array([ends[s] - rows if s in ends else self.cache.lengths[s] for s in passed], np.int32)
         for n, (slot, start) in enumerate(zip(passed, past.tolist(), strict=True)):
             self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])
@@ -153,26 +155,18 @@ class BlockDrafter(Drafter):
             control[names.SLOT_IDS] = np.array(passed, np.int32)
         addresses = self._upload.send(control)
         addresses[names.TAPS] = self._context
-        results = self._results(len(passed)).offsets
+        results = draft_results(self._kind, len(passed), self._candidates).offsets
         addresses |= {name: self._results_at + offset for name, offset in results.items()}
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
         shapes[names.TAPS] = (len(passed), rows, dims.taps_width)
         self.network.run(passed, shapes, addresses, key=(len(passed), rows) if capture else None)
         for slot, end in ends.items():
             self.cache.append(slot, end - self.cache.lengths[slot])
+        return passed
 
-    def _pass_slots(self, slots: Sequence[int]) -> Sequence[int]:
-        """The slots of the pass that drafts for these."""
-        return neighbouring(slots) if self.network.neighbours else slots
-
-    def _results(self, count: int) -> Layout:
-        """Places of the outputs for `count` slots."""
-        return draft_results(self._kind, count, self._candidates)
-
-    def _fetch(self, group: Sequence[DraftRequest]) -> dict[int, Draft]:
-        """Wait for a pass and read its drafts by slot."""
-        passed = self._pass_slots([r.slot for r in group])
-        layout = self._results(len(passed))
+    def _fetch(self, group: Sequence[DraftRequest], passed: Sequence[int]) -> dict[int, Draft]:
+        """Wait for a pass over the slots `passed` and read its drafts by slot."""
+        layout = draft_results(self._kind, len(passed), self._candidates)
         host = self._host_results[: layout.total_bytes]
         self._device.download(host, self._results_at)
         self._device.synchronize()

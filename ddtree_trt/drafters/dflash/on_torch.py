@@ -86,12 +86,13 @@ class BlockDrafter(BlockOnDevice):
         self.counts[slot] = min(self.counts[slot], length - context)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all requests."""
         slots = [r.slot for r in requests]
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
-        top_k = self._candidates(max(r.top_k for r in requests))
-        reach = self._reach(max(r.length for r in requests))
+        top_k, longest = self._candidates(max(r.top_k for r in requests)), max(r.length for r in requests)
+        # On a GPU the positions of a captured graph.
+        reaches = (longest,) if self.top_ks is None else REACHES
+        reach = next((r for r in reaches if longest <= r <= self.dims.draft_length), self.dims.draft_length)
         padding = self.cache.padding(slots, self.waiting.shape[1] + self.dims.block_size)
         sent, bonus = [*slots, *padding], [r.bonus_token for r in requests] + [0] * len(padding)
         columns = (sent, [self.cache.lengths[s] for s in sent], [self.counts[s] for s in sent], bonus)
@@ -126,11 +127,6 @@ class BlockDrafter(BlockOnDevice):
         if self.top_ks is not None:
             wanted = next((k for k in self.top_ks if k >= wanted), self.top_ks[-1])
         return min(wanted, self.dims.head_size)
-
-    def _reach(self, wanted: int) -> int:
-        """The positions that are drafted where `wanted` are asked for: on a GPU those of a captured graph."""
-        reaches = REACHES if self.top_ks is not None else (wanted,)
-        return next((reach for reach in reaches if wanted <= reach <= self.dims.draft_length), self.dims.draft_length)
 
     def _shapes(self, slots: int, top_k: int, reach: int) -> list[tuple[int, ...]]:
         """The shapes of what `run` returns."""
@@ -254,8 +250,6 @@ class Network:
 
 
 class PairScores:
-    """The factors of a head's scores."""
-
     def __init__(self, head: PairHead, weights: Mapping[str, Tensor], prefix: str) -> None:
         self.candidates = head.candidates
         self._left, self._right, self._projection, self._gate, self._gate_bias = (

@@ -62,22 +62,16 @@ def _drafter(fields: Fields, dims: TransformerDims, taps: Collection[int], **ent
     return drafter
 
 
-def _taps_of_readers(fields: Fields) -> list[int]:
-    ids = fields.optional(_OUTPUTS, list[Annotated[int, Between(1, LAYERS.highest)]])
-    return [layer - 1 for layer in ids or ()]
-
-
-def _eagle_dims(fields: Fields, dims: TransformerDims, family: Family) -> Eagle3Dims:
-    refuse_windows(fields, family, dims.num_layers)
-    taps = fields.section(_SECTION).optional(_OUTPUTS, list[TapLayer]) or _taps_of_readers(fields)
+def _published_dims(fields: Fields, dims: TransformerDims, family: Family) -> Eagle3Dims:
+    """Of EAGLE's authors, SpecForge and speculators."""
+    library = fields.has(SPECULATORS_TYPE)
+    refuse_windows(fields.section(SPECULATORS_DECODER) if library else fields, family, dims.num_layers)
+    readers = fields.optional(_OUTPUTS, list[Annotated[int, Between(1, LAYERS.highest)]]) or ()
+    taps = fields.section(_SECTION).optional(_OUTPUTS, list[TapLayer]) or [layer - 1 for layer in readers]
+    if library:  # it and vLLM differ in what a file means that does not say it
+        stated = fields.value("norm_before_residual", bool)
+        return _drafter(fields, dims, taps, norm_before_residual=stated, own_embedding=True)
     return _drafter(fields, dims, taps, norm_before_residual=fields.flag("norm_before_residual", False))
-
-
-def _speculators_dims(fields: Fields, dims: TransformerDims, family: Family) -> Eagle3Dims:
-    refuse_windows(fields.section(SPECULATORS_DECODER), family, dims.num_layers)
-    # The library and vLLM differ in what a file means that does not say it.
-    stated = fields.value("norm_before_residual", bool)
-    return _drafter(fields, dims, _taps_of_readers(fields), norm_before_residual=stated, own_embedding=True)
 
 
 def _deepspec_dims(fields: Fields, dims: TransformerDims, family: Family) -> Eagle3Dims:
@@ -101,7 +95,7 @@ def _dialect(title: str, read_dims: Any, read: str, sections: Mapping[str, Known
 DIALECTS = (
     _dialect(
         "EAGLE-3 drafters",
-        _eagle_dims,
+        _published_dims,
         f"{_SECTION} {_OUTPUTS}",
         {_SECTION: {**_NEUTRAL, **words(_OUTPUTS)}},
         architectures=(_CLASS, *(family.architecture for family in FAMILIES.values())),
@@ -109,7 +103,7 @@ DIALECTS = (
     ),
     _dialect(
         "EAGLE-3 drafters of speculators",
-        _speculators_dims,
+        _published_dims,
         f"""{SPECULATORS_TYPE} {SPECULATORS_DECODER} {_OUTPUTS} speculators_version speculators_config architectures
         model_type auto_map embed_requires_grad has_no_defaults_at_init base_model_ep_plan""",
         {

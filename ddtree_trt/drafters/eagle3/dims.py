@@ -20,11 +20,9 @@ from ddtree_trt.models.decoder import (
     WIDTH,
     Layer,
     Part,
-    Shapes,
     TransformerDims,
     decoder_layer,
     final_norm,
-    shapes_of,
     within_layer,
 )
 
@@ -71,18 +69,12 @@ def state_norm(dims: Eagle3Dims) -> Part:
 
 
 class Eagle3(TappedKind):
-    """Each of its passes drafts a level of a tree."""
-
     name = "eagle3"
     title = "EAGLE-3 drafter"
     record = Eagle3Dims
     drafts = "levels"
     shifted_inputs = True
     dims: Eagle3Dims
-
-    def shapes(self, *, tied: bool) -> Shapes:
-        parts = [self.fc, state_norm(self.dims), *eagle_layer(self.dims), final_norm(self.dims, BODY)]
-        return shapes_of([*parts, *self.own_tables, *self.to_target])
 
     def stored(self, *, tied: bool) -> Iterator[Part]:
         layer = eagle_layer(self.dims)

@@ -74,11 +74,6 @@ class _Context:
     behind: list[int] = field(default_factory=list)  # of each row in the cache the token that it was made with
     states: Any = None  # [m, M·H]: of the tokens without a row
 
-    def check_row(self, token: int) -> None:
-        """Raises EngineError where the last row was made with another token than the one that follows now."""
-        if len(self.behind) == len(self.tokens) and self.behind and self.behind[-1] != token:
-            raise EngineError(f"the drafter's last row was made with token {self.behind[-1]}, and {token} follows")
-
 
 class EagleDrafter(Drafter):
     """EAGLE-3 over a backend's network."""
@@ -96,8 +91,10 @@ class EagleDrafter(Drafter):
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Passes of a long prompt run here, so that few states wait."""
-        context = self._contexts[slot]
-        context.check_row(int(token_ids[0]))
+        context, token = self._contexts[slot], int(token_ids[0])
+        if len(context.behind) == len(context.tokens) and context.behind and context.behind[-1] != token:
+            made_with = context.behind[-1]
+            raise EngineError(f"the drafter's last row was made with token {made_with}, and {token} follows")
         context.tokens += token_ids.tolist()
         context.states = self._network.join([states] if context.states is None else [context.states, states])
         if len(context.states) > self._chunk:

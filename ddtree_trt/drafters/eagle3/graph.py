@@ -46,5 +46,5 @@ def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> 
     else:
         wanted(x, names.OUTPUTS)
     g.output(names.OUTPUTS, g.floats, ["R", dims.hidden_size])
-    net.add_most_probable(net.logits(normed, names.LOGITS), limits, "R")
+    net.add_most_probable(net.logits(normed, names.LOGITS), "R")
     return g.model()

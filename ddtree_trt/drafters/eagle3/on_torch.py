@@ -59,7 +59,12 @@ class TorchEagle:
         found = self._run(token_ids, states, positions, place, mode)
         wanted = [(n, slice(each.first, len(each.tree))) for n, each in enumerate(rows)]
         normed, outputs = (torch.cat([values[at] for at in wanted]) for values in found)
-        return self._level(normed, outputs, top_k)
+        logits = self._product.logits(normed, self._head)
+        log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, self.dims.head_size), kernels=self._kernels)
+        if self._target_ids is not None:
+            ids = self._target_ids[ids]
+        kept = normed if self.dims.norm_output else outputs
+        return Level(list(kept), log_probs.cpu().numpy(), ids.to(torch.int32).cpu().numpy())
 
     def _run(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, place: Place, mode: MaskMode
@@ -74,15 +79,6 @@ class TorchEagle:
         x, h = decoder.math.add_norm(state if dims.norm_before_residual else x, attended, layer.post_norm, eps)
         x, h = decoder.math.add_norm(x, decoder.mlp(layer, h), decoder.norm, eps)
         return h, x
-
-    def _level(self, normed: Tensor, outputs: Tensor, top_k: int) -> Level:
-        """The results of rows with these outputs [R, H]."""
-        logits = self._product.logits(normed, self._head)
-        log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, self.dims.head_size), kernels=self._kernels)
-        if self._target_ids is not None:
-            ids = self._target_ids[ids]
-        kept = normed if self.dims.norm_output else outputs
-        return Level(list(kept), log_probs.cpu().numpy(), ids.to(torch.int32).cpu().numpy())
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:

@@ -7,68 +7,89 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ddtree_trt.runtime.chat.reader import Malformed, MessageReader, Steps, Unread
+from ddtree_trt.runtime.chat.reader import Incomplete, Malformed
 
 TOOL_CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _FUNCTION, _PARAMETER, _END_OF_FUNCTION = "<function=", "<parameter=", "</function>"
 
-# Of JSON. Outside of strings it has none of the characters that open calls: of openings one in the other, two are read.
-_OUTSIDE, _INSIDE = re.compile(r"[ \t\r\n\w:,.+-]*"), re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_SPACE = re.compile(r"[ \t\r\n]*")
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+_BETWEEN = re.compile(r"[ \t\r\n]*;?[ \t\r\n]*")  # bare calls
+_CUT = 12  # characters that an escape or a word of JSON has at most
 
 _OPENING = re.compile(rf"(?:{TOOL_CALL}\s*)?{_FUNCTION}")
-_END_OF_NAME, _NAME_ENDS = re.compile(r"[<>\n]"), re.compile(_END_OF_FUNCTION)
+_HEAD = re.compile(rf"(?:{TOOL_CALL}[ \t\r\n]*)?{_FUNCTION}([^<>\n]+)>[ \t\r\n]*(?={_PARAMETER}|{_END_OF_FUNCTION})")
 # A value ends at the next parameter too, and at the function's end: models leave its own end out at times.
 _VALUE = re.compile(rf"{_PARAMETER}([^<>\n]+)>\n?(.*?)\n?(?:</parameter>[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL)
 _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}  # Python's, which models write
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
+Calls = tuple[list[tuple[str, str]], int]
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)  # without the numbers that Python adds to JSON
 
 
 class TaggedJson:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them; content may stand around them."""
 
-    def read(self, reader: MessageReader) -> Steps[None]:
-        unread = reader.unread
+    marks: Mapping[str, str] = {TOOL_CALL: END_OF_CALL}
+    bare = False
 
-        def call(at: int) -> Steps[tuple[str, str, int]]:
-            name, arguments, at = yield from _json_call(unread, (yield from unread.space(at)))
-            return name, arguments, (yield from _behind_tag(unread, at))
-
-        while mark := (yield from unread.until((TOOL_CALL,), reader.content)):
-            yield from reader.call(len(mark), call)
+    def calls(self, text: str, mark: str, *, ended: bool) -> Calls:
+        name, arguments, end = _json_call(text, _behind(_SPACE, text, len(mark)), ended)
+        return [(name, arguments)], _behind_tag(text, end, ended)
 
 
 class BareJson:
     """`{"name": …, "parameters": {…}}` where the answer begins with it, or anywhere behind `<|python_tag|>`; further
-    calls directly behind, with a semicolon or nothing between."""
+    calls directly behind, with a semicolon or nothing between. They are read at the answer's end."""
 
-    def read(self, reader: MessageReader) -> Steps[None]:
-        unread, mark = reader.unread, ""
-        while True:
-            at = yield from unread.space(len(mark))
-            while (yield from reader.call(at, lambda at: _json_call(unread, at))):
-                at = yield from unread.space(0)
-                if (yield from unread.begins(";", at)):
-                    at = yield from unread.space(at + 1)
-                if (yield from unread.char(at)) != "{":
-                    reader.content(unread.take(at))
-                    break
-            if not (mark := (yield from unread.until((PYTHON_TAG,), reader.content))):
-                return
+    marks: Mapping[str, str] = {PYTHON_TAG: ""}
+    bare = True
+
+    def calls(self, text: str, mark: str, *, ended: bool) -> Calls:
+        found: list[tuple[str, str]] = []
+        end, at = 0, _behind(_SPACE, text, len(mark))
+        while text.startswith("{", at):
+            try:
+                name, arguments, end = _json_call(text, at, ended)
+            except Malformed:
+                break
+            found.append((name, arguments))
+            at = _behind(_BETWEEN, text, end)
+        if not found:
+            raise Malformed(max(at, 1))
+        return found, end
 
 
-def _json_call(unread: Unread, start: int) -> Steps[tuple[str, str, int]]:
+def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at
+
+
+def _json_call(text: str, start: int, ended: bool) -> tuple[str, str, int]:
     """Name, arguments as they are written, and end of a call that is an object; its other fields are none of its."""
-    end = yield from _end_of_object(unread, start)
-    text = unread.text[start:end]
-    parse_json(text)
+    if not text.startswith("{", start):
+        raise Malformed
+    try:
+        _, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        if not ended and (error.msg.startswith("Unterminated string") or error.pos > len(text) - _CUT):
+            raise Incomplete from None
+        raise Malformed from None
+    except (ValueError, RecursionError):
+        raise Malformed from None
     fields: dict[str, Any] = {}
-    at = 1
-    while key := _KEY.match(text, at):
-        value, at = json.JSONDecoder().raw_decode(text, key.end())
+    at = start + 1
+    while key := _KEY.match(text, at, end):
+        value, at = _DECODER.raw_decode(text, key.end())
         fields.setdefault(json.loads(key[1]), (value, text[key.end() : at]))
     name, _ = fields.get("name", (None, ""))
     value, arguments = fields.get("arguments", fields.get("parameters", (None, "")))
@@ -78,40 +99,16 @@ def _json_call(unread: Unread, start: int) -> Steps[tuple[str, str, int]]:
     return name, arguments, end
 
 
-def _end_of_object(unread: Unread, at: int) -> Steps[int]:
-    """The place behind the object that begins at `at`, by its brackets. Raises Malformed where there is none."""
-    if (yield from unread.char(at)) != "{":
-        raise Malformed
-    depth, quoted, at = 1, False, at + 1
-    while depth:
-        match = (_INSIDE if quoted else _OUTSIDE).match(unread.text, at)
-        at = match.end() if match else at
-        char = yield from unread.char(at)
-        if quoted and char not in ("", '"'):  # the text went on, perhaps with an escape
-            char = yield from unread.char(at + 1)
-            at -= 1
-        elif char == '"':
-            quoted = not quoted
-        elif char in ("{", "["):
-            depth += 1
-        elif char in ("}", "]"):
-            depth -= 1
-        elif not _OUTSIDE.fullmatch(char):
-            raise Malformed
-        if not char:
-            raise Malformed
-        at += 1
-    return at
-
-
-def _behind_tag(unread: Unread, at: int) -> Steps[int]:
+def _behind_tag(text: str, at: int, ended: bool) -> int:
     """The place behind `</tool_call>`, of which any part may be missing where the text ends."""
-    at = yield from unread.space(at)
-    if (yield from unread.begins(END_OF_CALL, at)):
+    at = _behind(_SPACE, text, at)
+    if text.startswith(END_OF_CALL, at):
         return at + len(END_OF_CALL)
-    if len(unread.text) - at < len(END_OF_CALL) and unread.ended and END_OF_CALL.startswith(unread.text[at:]):
-        return len(unread.text)
-    raise Malformed
+    if not END_OF_CALL.startswith(text[at : at + len(END_OF_CALL)]):
+        raise Malformed
+    if not ended:
+        raise Incomplete
+    return len(text)
 
 
 class XmlCalls:
@@ -121,43 +118,31 @@ class XmlCalls:
     that is not of its type stays a text.
     """
 
+    marks: Mapping[str, str] = {TOOL_CALL: END_OF_CALL, _FUNCTION: _END_OF_FUNCTION}
+    bare = False
+
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """`parameters`: tool → JSON schema of its arguments."""
         self._parameters = parameters
 
-    def read(self, reader: MessageReader) -> Steps[None]:
-        unread = reader.unread
-        while mark := (yield from unread.until((TOOL_CALL, _FUNCTION), reader.content)):
-            yield from reader.call(len(mark), lambda at: self._call(unread, at))
-
-    def _call(self, unread: Unread, at: int) -> Steps[tuple[str, str, int]]:
-        tagged = unread.text.startswith(TOOL_CALL)
-        if tagged:
-            at = yield from unread.space(at)
-            if not (yield from unread.begins(_FUNCTION, at)):
-                raise Malformed
-            at += len(_FUNCTION)
-        name = yield from unread.find(_END_OF_NAME, at, 1)
-        function = unread.text[at : name.start()]
-        if name.group() != ">" or not function:
+    def calls(self, text: str, mark: str, *, ended: bool) -> Calls:
+        if (end := text.find(_END_OF_FUNCTION)) < 0:
+            raise Malformed(len(text)) if ended else Incomplete
+        if not (head := _HEAD.match(text)):
             raise Malformed
-        at = yield from unread.space(name.end())
-        if not ((yield from unread.begins(_PARAMETER, at)) or (yield from unread.begins(_END_OF_FUNCTION, at))):
-            raise Malformed
-        end = yield from unread.find(_NAME_ENDS, at, len(_END_OF_FUNCTION))
-        written = []
-        for each in _VALUE.finditer(unread.text, at, end.start()):
+        function, at, written = head[1], head.end(), []
+        for each in _VALUE.finditer(text, at, end):
             if each.start() != at:
                 break
             at = each.end()
             value = _as_json(each[2], parameter_types(self._parameters.get(function), each[1]))
             written.append(f"{json.dumps(each[1], ensure_ascii=False)}: {value}")
-        if at != end.start():
+        if at != end:
             # Those before it would come to the same place: only the last opening may still be that of a call.
-            last = [each.start() for each in _OPENING.finditer(unread.text, at, end.start())]
-            raise Malformed(last[-1] if last else end.start())
-        at = (yield from _behind_tag(unread, end.end())) if tagged else end.end()
-        return function, f"{{{', '.join(written)}}}", at
+            last = [each.start() for each in _OPENING.finditer(text, at, end)]
+            raise Malformed(last[-1] if last else end)
+        at = end + len(_END_OF_FUNCTION)
+        return [(function, f"{{{', '.join(written)}}}")], _behind_tag(text, at, ended) if mark == TOOL_CALL else at
 
 
 def parameter_types(parameters: Any, name: str) -> set[str]:
@@ -213,10 +198,6 @@ def _as_json(text: str, kinds: set[str]) -> str:
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises Malformed, also for the numbers that Python adds to JSON and deep nesting."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         raise Malformed from None
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(name)

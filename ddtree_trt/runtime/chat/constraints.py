@@ -13,12 +13,7 @@ from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
 
 _ANY_OBJECT = {"type": "object"}
 # As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
-_ONE_LINE = {
-    "whitespace_pattern": None,
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
+_ONE_LINE = {"whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BARE_BEGIN = '{"name":'
 
 

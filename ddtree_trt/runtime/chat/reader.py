@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-T = TypeVar("T")
 THINK, END_OF_THINKING = "<think>", "</think>"
-_SPACE = re.compile(r"[ \t\r\n]*")
 
 # How an answer begins: without reasoning, within it, or with reasoning where it opens a block for it.
 Thinking = Literal["never", "open", "possible"]
-# A reading that can be interrupted: it yields where it needs text that has not arrived, and returns what it read.
-Steps = Generator[None, None, T]
 
 
 @dataclass(frozen=True)
@@ -80,162 +76,135 @@ class ChatMessage:
 
 
 class Malformed(Exception):
-    """The text is no call. `content`: how many characters of the unread text belong to none; None: its opening."""
+    """The text is no call. `content`: how many characters of it belong to none; None: its opening."""
 
     def __init__(self, content: int | None = None) -> None:
         self.content = content
 
 
-class Unread:
-    """The text that has arrived and was not taken yet; places in it are counted from its beginning."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.ended = False
-
-    def take(self, size: int) -> str:
-        taken, self.text = self.text[:size], self.text[size:]
-        return taken
-
-    def more(self) -> Steps[bool]:
-        """Wait for more text; False at the end."""
-        size = len(self.text)
-        while len(self.text) == size and not self.ended:
-            yield
-        return len(self.text) > size
-
-    def char(self, at: int) -> Steps[str]:
-        """The character at a place; empty behind the end."""
-        while len(self.text) <= at and (yield from self.more()):
-            pass
-        return self.text[at : at + 1]
-
-    def space(self, at: int) -> Steps[int]:
-        """The place behind white space, if any."""
-        while (match := _SPACE.match(self.text, at)) and match.end() == len(self.text) and (yield from self.more()):
-            at = match.end()
-        return match.end() if match else at
-
-    def begins(self, literal: str, at: int) -> Steps[bool]:
-        while len(self.text) - at < len(literal) and literal.startswith(self.text[at:]):
-            if not (yield from self.more()):
-                return False
-        return self.text.startswith(literal, at)
-
-    def find(self, pattern: re.Pattern[str], at: int, longest: int) -> Steps[re.Match[str]]:
-        """The first match of at most `longest` characters. Raises Malformed, with all text, where there is none."""
-        while (found := pattern.search(self.text, at)) is None:
-            at = max(at, len(self.text) - longest + 1)
-            if not (yield from self.more()):
-                raise Malformed(len(self.text))
-        return found
-
-    def until(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Steps[str]:
-        """Pass the text before the first of the marks to `sink` as far as it is certain. Returns the mark, with which
-        the text then begins, or empty at the end."""
-        while (found := _any_of(marks).search(self.text)) is None:
-            sizes = range(min(len(self.text), max(map(len, marks), default=1) - 1), 0, -1)
-            begun = next((n for n in sizes if any(m.startswith(self.text[-n:]) for m in marks)), 0)
-            sink(self.take(len(self.text) - begun))
-            if not (yield from self.more()):
-                sink(self.take(begun))
-                return ""
-        sink(self.take(found.start()))
-        return found.group()
+class Incomplete(Exception):
+    """More text may make a call of this one."""
 
 
 class ToolFormat(Protocol):
     """How a family of models writes calls of tools."""
 
-    def read(self, reader: MessageReader) -> Steps[None]:
-        """Read an answer to its end: its calls by `reader.call`, all else by `reader.content`."""
+    marks: Mapping[str, str]  # what opens a call → what it has to have; empty: it is whole at the answer's end
+    bare: bool  # whether an answer that is an object may be a call without an opening
+
+    def calls(self, text: str, mark: str, *, ended: bool) -> tuple[list[tuple[str, str]], int]:
+        """Names and arguments of the calls with which a text begins, the first one's opening being `mark`, and their
+        end. Nothing follows a text that has `ended`. Raises Malformed and Incomplete."""
 
 
 class MessageReader:
     """Reads one answer, given piece by piece; what it finds does not depend on how the text was divided.
 
     A call is held until it is whole, when it is known to be well-formed; a text that looks like one and is not is
-    content. A reading that fails ends at the first character that cannot belong to a call, so that few openings of
-    calls are read by more than one, and the work is proportional to the text's length, whatever the text.
+    content.
     """
 
     def __init__(self, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> None:
         """`tools`: None leaves calls in the content. Not `parallel`: calls behind the first are left out."""
-        self.unread = Unread()
         self.calls = 0
-        self._thinking = thinking
         self._tools = tools
         self._parallel = parallel
+        self._part: Literal["reasoning", "answer"] | Thinking = "answer" if thinking == "never" else thinking
+        self._unread = ""
+        self._looked = 0  # up to where a call's end was not found
         self._found: list[Event] = []
         self._said = False  # any content
-        self._blank = ""  # white space that is content if more follows
-        self._reading = self._read()
+        self._blank = ""  # white space that is of the text if more follows
+        self._dropped: str | None = ""  # the characters that are not, where the next text begins; None: white space
 
     def push(self, text: str) -> list[Event]:
         """Add the next piece of the text; returns what it says."""
-        self.unread.text += text
-        return self._step()
+        self._unread += text
+        return self._read(ended=False)
 
     def end(self) -> list[Event]:
         """What is known at the end of the text only."""
-        self.unread.ended = True
-        return self._step()
+        return self._read(ended=True)
 
-    def _step(self) -> list[Event]:
-        next(self._reading, None)
-        found, self._found = self._found, []
-        return found
+    def _read(self, *, ended: bool) -> list[Event]:
+        self._found = []
+        if self._part in ("open", "possible"):
+            self._begin(ended)
+        if self._part == "reasoning":
+            text, mark = self._until((END_OF_THINKING,), ended)
+            self._say(Reasoning, text, "\n")  # templates put line breaks at its ends and behind it
+            if mark:
+                self._take(len(mark))
+                self._part, self._blank, self._dropped = "answer", "", "\n"
+        if self._part == "answer":
+            if self._tools is None:
+                self._say(Content, self._take(len(self._unread)), "")
+            else:
+                self._answer(self._tools, ended)
+            if ended and self._blank and not self.calls:
+                self._add(Content(self._blank))
+        return self._found
 
-    def _read(self) -> Steps[None]:
-        if self._thinking != "never":
-            yield from self._read_reasoning()
-        if self._tools is not None:
-            yield from self._tools.read(self)
-        else:
-            yield from self.unread.until((), self.content)
-        if not self.calls:
-            self._say(self._blank)
-
-    def _read_reasoning(self) -> Steps[None]:
-        """Read the reasoning, without the line breaks that templates put at its ends and behind it."""
-        unread, breaks = self.unread, ""
-        at = yield from unread.space(0)
-        if (yield from unread.begins(THINK, at)):
-            at += len(THINK)
-        elif self._thinking == "possible":
+    def _begin(self, ended: bool) -> None:
+        text = self._unread.lstrip(" \t\r\n")
+        if text != THINK and THINK.startswith(text) and not ended:
             return
-        unread.take(at)
-
-        def think(text: str) -> None:
-            nonlocal breaks
-            kept = text.rstrip("\n")
-            if kept:
-                self._add(Reasoning(breaks + kept))
-            breaks = ("" if kept else breaks) + text[len(kept) :]
-
-        yield from self._line_breaks()
-        unread.take(len((yield from unread.until((END_OF_THINKING,), think))))
-        yield from self._line_breaks()
-
-    def _line_breaks(self) -> Steps[None]:
-        while (yield from self.unread.begins("\n", 0)):
-            self.unread.take(1)
-
-    def content(self, text: str) -> None:
-        """Add content. White space around calls is none."""
-        if self._tools is None:
-            self._say(text)
-        elif kept := text.rstrip():
-            before = self._blank + kept
-            self._say(before.lstrip() if self.calls and not self._said else before)
-            self._blank = text[len(kept) :]
+        if text.startswith(THINK) or self._part == "open":
+            self._unread, self._part, self._dropped = text.removeprefix(THINK), "reasoning", "\n"
         else:
-            self._blank += text
+            self._part = "answer"
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._said = True
-            self._add(Content(text))
+    def _answer(self, tools: ToolFormat, ended: bool) -> None:
+        while self._unread:
+            text, mark = "", ""
+            if not (tools.bare and not self._said and self._unread.lstrip()[:1] in ("", "{")):
+                text, mark = self._until(tools.marks, ended)
+                self._say(Content, text, None)
+                if not mark:
+                    return
+            end = tools.marks.get(mark)
+            try:
+                if not (ended or (end and self._unread.find(end, self._looked) >= 0)):
+                    raise Incomplete
+                calls, size = tools.calls(self._unread, mark, ended=ended)
+            except Incomplete:
+                self._looked = max(0, len(self._unread) - len(end or "") + 1)
+                return
+            except Malformed as malformed:
+                self._say(Content, self._take(malformed.content or len(mark)), None)
+            else:
+                self._take(size)
+                for name, arguments in calls:
+                    if self._parallel or not self.calls:
+                        self._found.append(ToolCall(self.calls, f"call_{uuid.uuid4().hex[:24]}", name, arguments))
+                    self.calls += 1
+                if not self._said:
+                    self._dropped = None
+            self._looked = 0
+
+    def _take(self, size: int) -> str:
+        taken, self._unread = self._unread[:size], self._unread[size:]
+        return taken
+
+    def _until(self, marks: Collection[str], ended: bool) -> tuple[str, str]:
+        """The text before the first of the marks as far as it is certain, which is taken, and the mark, with which the
+        unread text then begins; empty where there is none."""
+        if (found := _any_of(tuple(marks)).search(self._unread)) is not None:
+            return self._take(found.start()), found.group()
+        sizes = range(min(len(self._unread), max(map(len, marks)) - 1), 0, -1)
+        begun = next((n for n in sizes if any(m.startswith(self._unread[-n:]) for m in marks)), 0)
+        return self._take(len(self._unread) - (0 if ended else begun)), ""
+
+    def _say(self, kind: type[Reasoning | Content], text: str, blank: str | None) -> None:
+        """Add a text but for the characters `blank` at its end, None being white space, which belong to it where more
+        follows."""
+        text = (self._blank + text).lstrip(self._dropped)
+        kept = text.rstrip(blank)
+        self._blank = text[len(kept) :]
+        if kept:
+            self._dropped = ""
+            self._said |= kind is Content
+            self._add(kind(kept))
 
     def _add(self, event: Reasoning | Content) -> None:
         """Add an event to those found, as one with its neighbour of the same kind."""
@@ -245,20 +214,6 @@ class MessageReader:
         else:
             self._found.append(event)
 
-    def call(self, opening: int, read: Callable[[int], Steps[tuple[str, str, int]]]) -> Steps[bool]:
-        """Read a call; returns whether it is one. `read`, given the place behind the `opening`, returns name, arguments
-        and the place behind the call. Where it is none, the opening is content, and the rest is still to be read."""
-        try:
-            name, arguments, end = yield from read(opening)
-        except Malformed as malformed:
-            self.content(self.unread.take(malformed.content or opening))
-            return False
-        self.unread.take(end)
-        if self._parallel or not self.calls:
-            self._found.append(ToolCall(self.calls, f"call_{uuid.uuid4().hex[:24]}", name, arguments))
-        self.calls += 1
-        return True
-
 
 def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> ChatMessage:
     reader = MessageReader(thinking, tools, parallel=parallel)
@@ -267,4 +222,4 @@ def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, par
 
 @cache
 def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
+    return re.compile("|".join(map(re.escape, marks)))

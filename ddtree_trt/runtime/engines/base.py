@@ -179,8 +179,9 @@ class Engine(Protocol):
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""
 
-    def draftable_length(self, slot: int) -> int:
-        """Leading committed tokens that the drafter knows."""
+    def draftable(self, slot: int, length: int) -> int:
+        """The most of the first `length` committed tokens that can be kept for a sequence that drafts: the drafter
+        knows them, or those of them that it will see behind `length` tokens."""
 
     def unseen(self, slot: int) -> int:
         """Those of them that the drafter has still to take in, at its next draft."""

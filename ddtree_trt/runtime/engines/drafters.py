@@ -46,6 +46,10 @@ class Drafter(ABC):
     def context_length(self, slot: int) -> int:
         """Number of leading committed tokens that were passed to `append_context`."""
 
+    def draftable(self, slot: int, length: int) -> int:
+        """See `Engine.draftable`."""
+        return min(length, self.context_length(slot))
+
     def unseen(self, slot: int) -> int:
         """Number of them whose passes wait for the next draft: 0, or about a round's, unless the kind says more."""
         return 0

@@ -7,14 +7,12 @@ of another machine, engine or thread count is ignored and measured anew.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +49,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
             for slot in range(slots):
                 engine.truncate(slot, 0)
                 _fill(engine, slot, context)
+            unseen = max(1, sum(engine.unseen(slot) for slot in range(slots)))
             first_s = min(first_s, _round(engine, slots, context, 1, length)[0])  # a first draft takes in the prompt
         for sweep in range(SWEEPS):
             for tokens in tree_tokens if sweep == 0 else list(verify):
@@ -64,7 +63,7 @@ def _time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence
     finally:
         for slot in range(slots):
             engine.truncate(slot, 0)
-    context_s = max(0.0, first_s - passes * draft_s) / (slots * context)
+    context_s = max(0.0, first_s - passes * draft_s) / unseen
     return PassTimes(slots, context, draft_s, tuple(verify.items()), context_s)
 
 
@@ -137,7 +136,7 @@ class PassTimes:
     context: _Positive
     draft_s: _Seconds  # a draft, or each pass of a drafter that makes several
     verify: tuple[tuple[_Positive, Annotated[float, Between(1e-9, 3600)]], ...]  # by the tree tokens of every slot
-    context_s: _Seconds = 0.0  # what the first draft behind a prompt takes longer, for each of its tokens
+    context_s: _Seconds = 0.0  # what a draft takes longer for each token that the drafter has still to take in
 
     def verify_s(self, tokens: NDArray[Any]) -> NDArray[np.float64]:
         """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""
@@ -216,19 +215,9 @@ def load_or_measure(directory: Path, engine: Engine, progress: Progress = no_pro
 
 
 def store(directory: Path, profile: Profile) -> None:
-    """Write the profile; where it cannot be written, a warning is logged, and where another process is writing its own,
-    that one stays."""
+    """Write the profile; where it cannot be written, a warning is logged."""
     try:
-        folder = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with suppress(OSError):  # a file system that locks no folders
-                try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return
-            write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
-        finally:
-            os.close(folder)
+        write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
     except OSError as error:
         _log.warning(
             "%s cannot be written (%s): latencies are measured at every start", directory / PROFILE, error.strerror

@@ -7,33 +7,23 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddtree_trt.errors import EngineError, MissingDependency, UsageError, install_with
+from ddtree_trt.errors import MissingDependency, UsageError, install_with
 from ddtree_trt.runtime.structured.matcher import Grammar, GrammarLimits, Matcher, Opening, Preparing, refused
 from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
-from ddtree_trt.worker_process import WorkerProcess
+from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MODULE = "ddtree_trt.runtime.structured.judge_worker"
-_CANNOT = "constraints cannot be tried"
-_ANSWER_S = 60.0  # the process holds itself to a limit of its own time; this one is for a machine that does not run it
-_ANSWER_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one trial: compiling a constraint and two steps."""
-
-    cpu_seconds: float = 1.0
-    memory_bytes: int = 128 << 20  # beyond the memory of the process before it
-    stack_bytes: int = 1 << 20  # half of the least that a thread of this process has
+# Of one trial: compiling a constraint and two steps. The stack is half of the least that a thread of this process has.
+TRIAL_LIMITS = Limits(cpu_seconds=1.0, memory_bytes=128 << 20, stack_bytes=1 << 20)
 
 
 class Judge(WorkerProcess):
@@ -49,25 +39,46 @@ class Judge(WorkerProcess):
         special_tokens: Mapping[str, int],
         vocab_size: int,
         stop_ids: frozenset[int],
-        limits: Limits | None = None,
+        limits: Limits = TRIAL_LIMITS,
     ) -> None:
         """`tokenizer`: its JSON text; the others as for GrammarCompiler."""
         vocabulary = [tokenizer, special_tokens, vocab_size, sorted(stop_ids)]
-        argument = json.dumps(asdict(limits or Limits()))
-        super().__init__(_MODULE, argument, _CANNOT, json.dumps(vocabulary).encode() + b"\n")
+        super().__init__(f"{__name__}:judging", limits, "constraints cannot be tried", vocabulary)
 
     def check(self, structured: StructuredOutput) -> None:
         """Raises UsageError, which says why, for a constraint that cannot be used, EngineError where the process cannot
-        be started or ends."""
-        request = json.dumps(asdict(structured)).encode() + b"\n"
+        be started or ends for another reason."""
         try:
-            answer = self.ask(request, _ANSWER_S, _ANSWER_BYTES)
-        except TimeoutError:
-            raise EngineError(f"{_CANNOT}: no answer in {_ANSWER_S:g} s; try again") from None
-        if "limit" in answer:
-            raise refused(structured, answer["limit"])
+            answer = self.ask(json.dumps(asdict(structured)).encode())
+        except LimitReached as limit:
+            raise refused(structured, f"compiling it {limit}; make it smaller") from None
         if "error" in answer:
             raise UsageError(answer["error"])
+
+
+def judging(vocabulary: Any) -> Work:
+    """What the process does."""
+    text, special_tokens, vocab_size, stop_ids = vocabulary
+    tokenizer = SimpleNamespace(
+        backend_tokenizer=SimpleNamespace(to_str=lambda: text), get_vocab=lambda: special_tokens
+    )
+    compiler = GrammarCompiler(tokenizer, vocab_size, frozenset(stop_ids))
+    compiler.try_out(StructuredOutput(regex="(?s:.)*"))  # loads what all trials use
+
+    def judge(fields: Any) -> dict[str, Any]:
+        structured = StructuredOutput.from_mapping(fields)
+        try:
+            compiler.try_out(structured)
+        except MemoryError:
+            raise
+        except UsageError as error:
+            return {"error": str(error)}
+        except Exception as error:  # of the library's conversions, which may raise anything
+            reason = f"the grammar library failed on it ({type(error).__name__}: {error})"[:1000]
+            return {"error": str(refused(structured, reason))}
+        return {}
+
+    return judge
 
 
 _REMEMBERED = 1024  # constraints that were tried, by their hashes
@@ -130,12 +141,10 @@ class GrammarCompiler:
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
-        state, tokenizer = self._compile(structured), self._tokenizer
-        banned = self._stop_ids - ending
-        grammar = Grammar(state, tokenizer.tokenize_bytes, self._vocab_size, ending, banned)
+        grammar = Grammar(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
         grammar.mask()  # takes most of the work; the library keeps it
         opening = None if structured.after is None else self._opening(structured.after)
-        matcher = Matcher(grammar, self._vocab_size, opening, lambda text: self._tokens.get(text))
+        matcher = Matcher(grammar, self._vocab_size, opening)
         if opening:
             matcher.mask()
         return matcher
@@ -167,13 +176,6 @@ class GrammarCompiler:
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in range(self._vocab_size)]
-
-    @cached_property
-    def _tokens(self) -> dict[bytes, int]:
-        """The tokens that are only texts, by their bytes."""
-        special = self._tokenizer.is_special_token
-        plain = (t for t in range(self._vocab_size) if t not in self._stop_ids and not special(t))
-        return {self._token_bytes[token]: token for token in plain}
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 class Opening:
     """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens. A state
-    is how many bytes of the text the output ends with."""
+    is how many bytes of the text the output ends with; at `size` the text is complete."""
 
     def __init__(self, text: str, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes`: the bytes of every token of the vocabulary."""
         self._text = text.encode()
         self._bytes = token_bytes
+        self.size = len(self._text)
         self._crossing = [token for token, raw in enumerate(token_bytes) if self._may_cross(raw)]
 
     def _may_cross(self, raw: bytes) -> bool:
@@ -40,19 +41,16 @@ class Opening:
                 return True
         return False
 
-    def feed(self, state: int, token: int) -> tuple[int, bytes | None]:
-        """The state behind a token, and, where the text is complete in it, the token's bytes behind the text, else
-        None."""
+    def feed(self, state: int, token: int) -> int | None:
+        """The state behind a token; None where the token goes beyond the text's end."""
         text, output = self._text, self._text[:state] + self._bytes[token]
         if (place := output.find(text)) >= 0:
-            return 0, output[place + len(text) :]
-        return next(size for size in range(min(len(text), len(output)), -1, -1) if output.endswith(text[:size])), None
+            return self.size if place + self.size == len(output) else None
+        return next(size for size in range(min(len(text), len(output)), -1, -1) if output.endswith(text[:size]))
 
-    def crossing(self, state: int) -> list[tuple[int, bytes]]:
-        """The tokens that end the text at a state and have more behind it, each with what it has there."""
-        begun = self._text[:state]
-        found = ((token, (begun + self._bytes[token]).partition(self._text)[2]) for token in self._crossing)
-        return [(token, rest) for token, rest in found if rest]
+    def crossing(self, state: int) -> list[int]:
+        """The tokens that end the text at a state and have more behind it."""
+        return [token for token in self._crossing if self.feed(state, token) is None]
 
 
 Mask = NDArray[np.bool_]  # [V]
@@ -73,20 +71,14 @@ class GrammarLimits:
 # text with a bound on its length takes some fifty units, and what is allowed of a tree as much for each of its levels.
 _TOKENS_OF_FUEL = 8
 _SMALLER = "make it smaller: shorter repetitions, fewer alternatives, bounds that are less far apart"
-# What the library says → what we do.
-_LIMIT_REACHED = {
-    "too many expressions": f"a step of it takes more than the {GrammarLimits.step_lexer_fuel} units of work that are "
-    f"allowed (step_lexer_fuel); {_SMALLER}",
-    "too many states": f"it has come to the {GrammarLimits.max_lexer_states} states that are allowed "
-    f"(max_lexer_states); {_SMALLER}",
-    **dict.fromkeys(
-        ("(grammar) too big", "precomputation failed", "fuel exhausted"),
-        f"compiling it takes more than the {GrammarLimits.initial_lexer_fuel} units of work that are allowed "
-        f"(initial_lexer_fuel); {_SMALLER}",
-    ),
-    "Current row has": f"there are more than 2000 ways to go on at one place (max_items_in_row); {_SMALLER}",
-    "Too many items": f"a step of it takes more than 50000 items of the parser (step_max_items); {_SMALLER}",
-    "symbols.len() < u16::MAX": "it has more than 65,000 symbols; make it smaller",
+# What the library says → the limit that was reached.
+_LIMITS = {
+    "too many expressions": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+    **dict.fromkeys(("(grammar) too big", "precomputation failed", "fuel exhausted"), "initial_lexer_fuel"),
+    "Current row has": "max_items_in_row",
+    "Too many items": "step_max_items",
+    "symbols.len() < u16::MAX": "symbols",
 }
 _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
@@ -95,17 +87,11 @@ class Grammar:
     """The state of the grammar library for one output, with the tokens that end it."""
 
     def __init__(
-        self,
-        state: LLMatcher,
-        tokenize: Callable[[bytes], list[int]],
-        vocab_size: int,
-        ending: frozenset[int],
-        banned: frozenset[int] = frozenset(),
+        self, state: LLMatcher, vocab_size: int, ending: frozenset[int], banned: frozenset[int] = frozenset()
     ) -> None:
-        """`state` is changed by `advance`. `tokenize`: some tokens of a text. `ending`: tokens that end the output,
-        allowed where the text is complete; `banned`: tokens that are never allowed."""
+        """`state` is changed by `advance`. `ending`: tokens that end the output, allowed where the text is complete;
+        `banned`: tokens that are never allowed."""
         self._state = state
-        self._tokenize = tokenize
         self._vocab_size = vocab_size
         self._ending = ending
         self._banned = banned
@@ -123,18 +109,14 @@ class Grammar:
         return allowed + state.is_accepting()
 
     def mask(self) -> Mask:
-        mask = self.library_mask()
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        _check(self._state)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
             raise UsageError("structured: no token of the model's vocabulary continues the output")
         return mask
-
-    def library_mask(self) -> Mask:
-        """The tokens whose bytes may be next, bool [V], with the library's opinion of those that end the output."""
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-        _check(self._state)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def advance(self, token: int) -> None:
         if token in self._ending:
@@ -148,30 +130,16 @@ class Grammar:
         _check(self._state)
         self.ended = self._state.is_stopped()
 
-    def behind_text(self, text: bytes) -> Grammar | None:
-        """The grammar behind a text that follows the output; None where the text is not allowed."""
-        state, tokens = self._state.deep_copy(), self._tokenize(text)
-        if state.try_consume_tokens(tokens) < len(tokens):
-            return None
-        grammar = Grammar(state, self._tokenize, self._vocab_size, self._ending, self._banned)
-        grammar.ended = state.is_stopped()
-        return grammar
-
 
 class Matcher:
     """Holds a sequence to its constraint: a grammar, which may begin behind an opening. Up to the opening's end
-    everything is allowed; a token that goes beyond it, if the grammar allows what it has there. Only `advance` changes
-    it.
+    everything is allowed but a token that goes beyond it. Only `advance` changes it.
     """
 
-    def __init__(
-        self, grammar: Grammar, vocab_size: int, opening: Opening | None, token_of: Callable[[bytes], int | None]
-    ) -> None:
-        """`token_of`: the token with these bytes, if there is one."""
+    def __init__(self, grammar: Grammar, vocab_size: int, opening: Opening | None) -> None:
         self._grammar = grammar
         self._vocab_size = vocab_size
         self._opening = opening  # None once the grammar has begun
-        self._token_of = token_of
         self._place = 0  # the opening's state
         self._masks: dict[int, Mask] = {}  # by the opening's state
 
@@ -182,9 +150,12 @@ class Matcher:
 
     def allowed_length(self, path: Sequence[int]) -> int:
         """How many tokens of the path may follow the output, one after the other."""
-        opened, grammar = self._opened(path)
-        rest = path[opened:]
-        return opened + (grammar.allowed_length(rest) if grammar and rest else 0)
+        length, place = 0, self._place
+        while self._opening is not None and place != self._opening.size:
+            if length == len(path) or (state := self._opening.feed(place, path[length])) is None:
+                return length
+            length, place = length + 1, state
+        return length + (self._grammar.allowed_length(path[length:]) if length < len(path) else 0)
 
     def allows(self, token: int) -> bool:
         """Whether the token may be next."""
@@ -198,7 +169,8 @@ class Matcher:
         if self._place not in self._masks:
             while len(self._masks) >= _KEPT_MASKS:
                 del self._masks[next(iter(self._masks))]
-            self._masks[self._place] = self._mask_before(self._place)
+            mask = self._masks[self._place] = np.ones(self._vocab_size, bool)
+            mask[self._opening.crossing(self._place)] = False
         return self._masks[self._place].copy()
 
     def advance(self, token: int) -> None:
@@ -206,36 +178,11 @@ class Matcher:
         if self._opening is None:
             self._grammar.advance(token)
             return
-        self._place, rest = self._opening.feed(self._place, token)
-        if rest is not None:
-            grammar = self._grammar.behind_text(rest)
-            if grammar is None:
-                raise UsageError(f"structured: token {token} has behind the opening what the constraint does not allow")
-            self._opening, self._grammar = None, grammar
-
-    def _mask_before(self, place: int) -> Mask:
-        """The mask at a state of the opening."""
-        mask = np.ones(self._vocab_size, bool)
-        if self._opening and (crossing := self._opening.crossing(place)):
-            begins = self._grammar.library_mask()
-            for token, rest in crossing:
-                same = self._token_of(rest)  # what is allowed of bytes is allowed of a token with them
-                mask[token] = self._grammar.behind_text(rest) is not None if same is None else begins[same]
-        return mask
-
-    def _opened(self, path: Sequence[int]) -> tuple[int, Grammar | None]:
-        """How many tokens of the path lead to the opening's end, and the grammar behind them. Without an opening's end:
-        all of them and None; where the grammar does not allow what the last of them has behind it: one less and
-        None."""
-        if self._opening is None:
-            return 0, self._grammar
-        state = self._place
-        for place, token in enumerate(path):
-            state, rest = self._opening.feed(state, token)
-            if rest is not None:
-                grammar = self._grammar.behind_text(rest)
-                return place + (grammar is not None), grammar
-        return len(path), None
+        if (state := self._opening.feed(self._place, token)) is None:
+            raise UsageError(f"structured: token {token} goes beyond the opening's end")
+        self._place = state
+        if state == self._opening.size:
+            self._opening = None
 
 
 # What a constraint leaves of a draft
@@ -280,8 +227,8 @@ def _check(state: LLMatcher) -> None:
 def reason_line(text: str) -> str:
     """The library's reason in one line, without the lines that quote what was given and point into it. Limits of ours
     are named, with what to do."""
-    if limit := next((limit for sign, limit in _LIMIT_REACHED.items() if sign in text), None):
-        return limit
+    if limit := next((limit for sign, limit in _LIMITS.items() if sign in text), None):
+        return f"it takes more work or room than is allowed ({limit}); {_SMALLER}"
     lines = text.partition("<backtrace>")[0].splitlines()
     marks = {place for place, line in enumerate(lines) if set(line.strip()) == {"^"}}  # they point into the line above
     said = (line for i, line in enumerate(lines) if not marks & {i, i + 1} and not _QUOTED.match(line))

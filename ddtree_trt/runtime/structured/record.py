@@ -60,12 +60,10 @@ def schema_text(schema: Any) -> str:
         if not isinstance(value, Mapping | bool):
             raise UsageError(f"structured: a schema must be a JSON object or a boolean, not {shown(value)}")
         text = json.dumps(dict(value) if isinstance(value, Mapping) else value, ensure_ascii=False, allow_nan=False)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"structured: the schema is not JSON: {error}") from error
-    except RecursionError:
-        raise UsageError("structured: the schema is nested too deeply; nest it less") from None
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"structured: the schema cannot be written as JSON: {error}") from error
+    except UsageError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"structured: the schema is no JSON, or nested too deeply: {error}") from None
     if len(text) > MAX_CHARACTERS:
         raise UsageError(f"structured: a schema has {len(text)} characters, at most {MAX_CHARACTERS} are taken")
     check_text("structured: a schema", text)

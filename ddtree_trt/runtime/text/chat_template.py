@@ -1,9 +1,8 @@
 """Rendering of chat templates in a separate process, with limits of time, memory and size.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and modules, but not from loops
-that never end or texts that double, and neither a thread nor one operation on a long number or text can be stopped from
-within the interpreter. A process can: the kernel refuses it memory, and it is killed when its time is up. There is one
-for all engines of this process, started by the first rendering or by `start_for`; it exits when its input ends.
+that never end or texts that double. There is one process for all engines of this one, started by the first rendering or
+by `start_for`.
 """
 
 from __future__ import annotations
@@ -12,33 +11,23 @@ import atexit
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.worker_process import WorkerProcess
+from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
-_MODULE = "ddtree_trt.runtime.text.chat_template_worker"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one rendering."""
-
-    seconds: float = 5.0
-    memory_bytes: int = 256 << 20  # beyond the memory of the process before it
-    characters: int = 4 << 20  # of the text
+LIMITS = Limits(cpu_seconds=5.0, memory_bytes=256 << 20)
+MAX_CHARACTERS = 4 << 20
 
 
 class Renderer(WorkerProcess):
     """A process that renders chat templates, started and restarted when it is needed. Thread-safe."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
-        argument = json.dumps([self._limits.seconds, self._limits.memory_bytes, self._limits.characters])
-        super().__init__(_MODULE, argument, "chat templates cannot be rendered")
+    def __init__(self, limits: Limits = LIMITS, characters: int = MAX_CHARACTERS) -> None:
+        """`characters`: of a text, at most."""
+        super().__init__(f"{__name__}:rendering", limits, "chat templates cannot be rendered", characters)
 
     def start_for(self, directory: Path) -> None:
         """`start` if the tokenizer in the directory has a chat template."""
@@ -57,15 +46,39 @@ class Renderer(WorkerProcess):
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"chat messages and template variables must hold what JSON can: {error}") from error
         try:
-            answer = self.ask(request.encode() + b"\n", self._limits.seconds, 12 * self._limits.characters + (1 << 16))
-        except TimeoutError:
+            answer = self.ask(request.encode())
+        except LimitReached as limit:
             raise UsageError(
-                f"the chat template took more than {self._limits.seconds:g} s for these messages and was stopped; "
-                "shorten them, or give the prompt as text"
+                f"the chat template {limit} for these messages and was stopped; shorten them, or give the prompt as "
+                "text"
             ) from None
         if "text" in answer:
             return str(answer["text"])
-        raise UsageError(f"the chat template refused the messages: {shown(answer.get('error', ''))[1:-1]}")
+        raise UsageError(f"the chat template refused the messages: {shown(answer['error'])[1:-1]}")
+
+
+def rendering(characters: int) -> Work:
+    """What the process does."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(request: Any) -> dict[str, Any]:
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[request["messages"]],
+                chat_template=request["template"],
+                add_generation_prompt=True,
+                **request["variables"],
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program and may raise anything
+            return {"error": str(error)[:1000] or type(error).__name__}
+        text = rendered[0][0]
+        if len(text) > characters:
+            return {"error": f"its text has {len(text)} characters, more than the {characters} allowed"}
+        return {"text": text}
+
+    return render
 
 
 _shared = Renderer()

@@ -214,36 +214,41 @@ class TextStream:
         self._boundary = 0  # latest token index before which no character is incomplete
         self._taken = 0  # characters of the window's text that are in `text`
         self.text = ""
-        # With stop strings: in which character each token begins at the latest. Of the first of a part it is exact.
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # with stop strings: in which character each token begins at the latest
 
     def push(self, tokens: Sequence[int], *, may_stop: bool = True) -> Stop | None:
         """Add tokens; returns the stop string that they complete first, if any, at which the text is cut."""
-        if not tokens:
+        if not self._stop:
+            self.text += self._add(tokens)
             return None
-        first, before = len(self.tokens), len(self.text)
+        for token in tokens:
+            before = len(self.text)
+            self._starts.append(before)
+            text = self.text + self._add([token])
+            finds = [(at, s) for s in self._stop if (at := text.find(s, max(0, before - len(s) + 1))) >= 0]
+            if may_stop and finds:
+                at, stop = min(finds, key=itemgetter(0))
+                self.text = text[: at + len(stop) if self._keep_stop else at]
+                return Stop(stop, len(self.tokens), bisect_left(self._starts, len(self.text)))
+            self.text = text  # at once: nobody sees a stop string that is to be cut
+        return None
+
+    def _add(self, tokens: Sequence[int]) -> str:
+        """Add tokens; returns the text that is known by them."""
+        if not tokens:
+            return ""
         self.tokens += tokens
         grown = self._decode(self._window)
         complete = grown.rstrip(INCOMPLETE)
-        text, stop = self.text + complete[self._taken :], None
-        self._taken = max(self._taken, len(complete))
+        added, self._taken = complete[self._taken :], max(self._taken, len(complete))
         if len(complete) == len(grown):
             self._advance()
-        if self._stop:
-            self._starts += [before] + [len(text)] * (len(tokens) - 1)
-            if may_stop and self._find(text, before) is not None:
-                text, stop = self._cut(first, before, text)
-        self.text = text  # at once: nobody sees a stop string that is to be cut
-        return stop
+        return added
 
-    def _decode(self, start: int = 0, end: int | None = None) -> str:
+    def _decode(self, start: int) -> str:
         return self._codec.decode(
-            self.tokens[start:end], skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens
+            self.tokens[start:], skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens
         )
-
-    def _whole(self, tokens: int) -> str:
-        """The text of the first tokens as far as no character is incomplete."""
-        return self._decode(0, tokens).rstrip(INCOMPLETE)
 
     def _advance(self) -> None:
         """Move the boundary behind the latest token, and the start of a long window to the boundary before. Called
@@ -252,25 +257,6 @@ class TextStream:
             # A window of tokens without text would not determine the next token's text.
             self._window, self._taken = self._boundary, taken
         self._boundary = len(self.tokens)
-
-    def _find(self, text: str, before: int) -> tuple[int, str] | None:
-        """Of the stop strings in a text that end behind `before` the one that begins first, behind its place."""
-        finds = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        return min(finds, key=itemgetter(0), default=None)
-
-    def _cut(self, first: int, before: int, text: str) -> tuple[str, Stop]:
-        """The text of all tokens, cut at the stop string that one of those from `first` on completes first. A stop
-        string that a text has stays in every longer one, so that token is found by bisection."""
-        ends = range(first + 1, len(self.tokens))
-        place = bisect_left(ends, True, key=lambda end: self._find(self._whole(end), before) is not None)
-        if place < len(ends):
-            text = self._whole(ends[place])
-        found = self._find(text, before)
-        assert found is not None, "the text of all tokens has a stop string"
-        at, stop = found
-        text = text[: at + len(stop) if self._keep_stop else at]
-        tokens = first + 1 + place
-        return text, Stop(stop, tokens, bisect_left(range(tokens), len(text), key=lambda end: len(self._whole(end))))
 
     def flush(self) -> None:
         """Add the replacement characters of an incomplete character, at the end of the sequence."""

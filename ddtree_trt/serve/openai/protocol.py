@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from ddtree_trt.errors import shown
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
 from ddtree_trt.runtime.structured.names import ALIASES
-from ddtree_trt.runtime.values import valid_text
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -43,7 +42,6 @@ UNSUPPORTED = {
     "verbosity": "ask for it in the prompt",
     "web_search_options": "this server does not search",
 }
-Text = Annotated[str, AfterValidator(valid_text)]
 
 # pydantic error types of fields that a model does not have; the field's name is in the error's context.
 UNKNOWN = ("unknown_parameter", "unsupported_parameter")
@@ -71,8 +69,8 @@ def _prompts(value: Any) -> Any:
         raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
     for prompt in prompts:
         if isinstance(prompt, str):
-            valid_text(prompt)
-        elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            continue
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise ValueError("must be a text, a list of token ids, or a list of either")
     if not all(isinstance(prompt, type(prompts[0])) for prompt in prompts):
         raise ValueError("must be all texts or all lists of token ids")
@@ -112,8 +110,7 @@ class _Strict(BaseModel):
                 known[name] = value
             elif value is not None or not (name in cls.unsupported or name in cls.ignored_nulls):
                 kind = UNKNOWN[name in cls.unsupported]
-                spelled = name.encode("utf-8", "backslashreplace").decode()
-                raise PydanticCustomError(kind, "{reason}", {"name": spelled, "reason": cls.unsupported.get(name, "")})
+                raise PydanticCustomError(kind, "{reason}", {"name": name, "reason": cls.unsupported.get(name, "")})
         return known
 
 
@@ -171,7 +168,7 @@ def _with_sampling(body: type[_Body]) -> type[_Body]:
 
 class FunctionCall(_Strict):
     name: str
-    arguments: Text  # of a JSON object
+    arguments: str  # of a JSON object
 
 
 class ToolCall(_Strict):
@@ -189,9 +186,9 @@ class Message(_Strict):
     ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, BeforeValidator(_content)]
+    content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
-    reasoning_content: Text | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True)] = None
     tool_call_id: str | None = None
 
@@ -245,7 +242,7 @@ class TokenizeRequest(_Strict):
     """POST /tokenize: a prompt, or a chat."""
 
     model: str | None = None
-    prompt: Text | None = None
+    prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1, fail_fast=True)] = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -328,7 +328,7 @@ def test_offsets_that_are_no_vocabulary(tmp_path: Path) -> None:
     for offsets, message in (
         (np.full(VOCABULARY, 96), "d2t, added to its indices, reaches from 96 to"),
         (-np.arange(VOCABULARY), "d2t, added to its indices, stands for one token by two ids"),
-        (np.zeros(VOCABULARY, np.float32), "d2t is stored as F32, it must be of I64 or I32"),
+        (np.zeros(VOCABULARY, np.float32), "d2t is stored as F32; supported are I64, I32"),
     ):
         weights = {**drafter_weights("speculators-dspark"), "d2t": offsets}
         path = make_dialect(tmp_path, "speculators-dspark", weights=weights)

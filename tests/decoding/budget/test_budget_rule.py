@@ -190,11 +190,15 @@ def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, uns
 
 
 def test_drafting_resumes_where_it_pays_again() -> None:
-    bad, good = text(LIAR, 150), text(GOOD, 300, 1)
-    mixed = Text([*bad.tokens, *good.tokens[1:]], [*bad.drafts, *good.drafts])
-    spent = decode(mixed, AutoBudget(shared_budgets(CPU)), CPU)
-    alone = decode(good, AutoBudget(shared_budgets(CPU)), CPU)
-    assert spent.seconds < 150 * 1.1 + 1.6 * alone.seconds
+    """Wherever that is: a single text may meet a probe a token too late."""
+    good = text(GOOD, 300, 1)
+    alone_s, ratios = decode(good, AutoBudget(shared_budgets(CPU)), CPU).seconds, []
+    for tokens in range(50, 275, 25):
+        bad = text(LIAR, tokens)
+        mixed = Text([*bad.tokens, *good.tokens[1:]], [*bad.drafts, *good.drafts])
+        spent = decode(mixed, AutoBudget(shared_budgets(CPU)), CPU)
+        ratios.append((spent.seconds - tokens) / alone_s)
+    assert np.mean(ratios) < 1.6
 
 
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:

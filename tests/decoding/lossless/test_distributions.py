@@ -304,7 +304,8 @@ class Remembering:
     def length(self, slot: int) -> int:
         return len(self._tokens[slot])
 
-    draftable_length = length
+    def draftable(self, slot: int, length: int) -> int:
+        return length
 
     def unseen(self, slot: int) -> int:
         return 0

@@ -116,7 +116,7 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
         assert len(captured) == sum(network.graphs for network in engine.networks)
         own = LIMITS.max_batch if machine.form.native else 1  # slots with graphs of their own
         assert engine.target.network.graphs == own * len(buckets(1 + LIMITS.max_tree_budget))
-        assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(LIMITS.max_batch))
+        assert not any(engine.length(slot) or engine.draftable(slot, 99) for slot in range(LIMITS.max_batch))
         start = len(machine.cuda.log)
         generate(llm, PROMPTS[1:2], **options)
         assert ("capture",) not in machine.cuda.log[start:]

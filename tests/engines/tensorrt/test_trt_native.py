@@ -68,7 +68,7 @@ def test_an_idle_slot_is_left_as_it_is_though_it_is_full(machine: Machine, engin
         engine.commit(1, np.zeros(1, np.int32), taps=True)
     engine.truncate(1, 0)
     round_of_others()
-    assert engine.length(1) == engine.draftable_length(1) == 0
+    assert engine.length(1) == engine.draftable(1, 99) == 0
 
 
 def test_verdicts_come_in_the_order_of_the_call(machine: Machine, engine: TrtEngine) -> None:

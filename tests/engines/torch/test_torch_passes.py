@@ -139,7 +139,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     before = set(captured)
     largest = next(size for size in sizes if size > limits.max_tree_budget)
     assert {key for key in captured if key[0] == "verify"} == {("verify", 1, size) for size in sizes if size <= largest}
-    assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
+    assert not any(engine.length(slot) or engine.draftable(slot, 99) for slot in range(limits.max_batch))
     fill(engine, (30,))
     for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
         nodes = min(size, limits.max_tree_budget)

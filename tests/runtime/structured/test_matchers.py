@@ -49,11 +49,14 @@ def reaches(path: list[int], after: str | None) -> bool:
     """Whether an output may begin with the path."""
     if END in path[:-1]:
         return False
-    text = joined([token for token in path if token != END])
     if after is not None:
-        if after not in text:
-            return True
-        text = text.partition(after)[2]
+        before = ""
+        for place, token in enumerate(path):
+            before += TOKENS[token] if token != END else ""
+            if after in before:
+                return before.partition(after)[2] == "" and reaches(path[place + 1 :], None)
+        return True
+    text = joined([token for token in path if token != END])
     return text in TEXTS if path[-1:] == [END] else any(t.startswith(text) for t in TEXTS)
 
 
@@ -173,12 +176,12 @@ WRONG: list[tuple[dict[Any, Any], str]] = [
     ({"json_object": False}, "and none was given"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
     ({"regex": "a", "json_schema": False}, "not json_schema and regex"),
-    ({"json_schema": "{"}, "the schema is not JSON: "),
+    ({"json_schema": "{"}, "the schema is no JSON, or nested too deeply: "),
     ({"json_schema": 5}, "a schema must be a JSON object or a boolean, not 5"),
     ({"json_schema": "[]"}, r"a schema must be a JSON object or a boolean, not \[\]"),
-    ({"json_schema": {"enum": [float("nan")]}}, "the schema cannot be written as JSON"),
-    ({"json_schema": {"enum": [b"x"]}}, "the schema cannot be written as JSON"),
-    ({"json_schema": "[" * 100_000}, "the schema is nested too deeply"),
+    ({"json_schema": {"enum": [float("nan")]}}, "the schema is no JSON"),
+    ({"json_schema": {"enum": [b"x"]}}, "the schema is no JSON"),
+    ({"json_schema": "[" * 100_000}, "the schema is no JSON, or nested too deeply"),
     ({"json_schema": {"title": "\ud800"}}, "half of a surrogate pair"),
     ({"json_object": 1}, "json_object must be true or false, not 1"),
     ({"regex": 5}, "regex must be a text, not 5"),

@@ -79,8 +79,8 @@ class ScriptedEngine:
     def length(self, slot: int) -> int:
         return len(self._slots[slot].tokens)
 
-    def draftable_length(self, slot: int) -> int:
-        return self._slots[slot].known
+    def draftable(self, slot: int, length: int) -> int:
+        return min(length, self._slots[slot].known)
 
     def unseen(self, slot: int) -> int:
         return 0

@@ -139,7 +139,7 @@ OrtEngine.verify = held
 
 class ProcessServer:
     """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s` seconds;
-    `code` runs before the command line; `files` are the file descriptors that the process may have."""
+    `code` runs before the command line."""
 
     def __init__(
         self,
@@ -148,7 +148,6 @@ class ProcessServer:
         env: dict[str, str] | None = None,
         hold: Path | None = None,
         hold_s: float = WAIT_S,
-        files: int | None = None,
         code: str = "",
     ) -> None:
         if hold is not None:
@@ -156,8 +155,6 @@ class ProcessServer:
         code += "\nfrom ddtree_trt.cli import main\nmain()"
         command = [sys.executable, "-c", code, "serve", str(engine), "--port", "0", "--no-request-log", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        if files is not None:
-            command = ["prlimit", f"--nofile={files}", *command]
         self.process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()

@@ -16,7 +16,7 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, is_of_values
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.outline import Outline
 
 
-class OnnxRuntimeBuild(BackendBuild):
-    """The build for the CPU."""
+_VALUES = "self_attn.v_proj.weight"  # ends the name of the projection of a layer's values
 
+
+class OnnxRuntimeBuild(BackendBuild):
     backend = ONNXRUNTIME
     precisions = ONNXRUNTIME.builds
 
     def __init__(self, options: BuilderOptions) -> None:
-        self._toolchain = {
-            "python": platform.python_version(),
-            **installed_versions("numpy", "onnx", ONNXRUNTIME.name),
-        }
+        """It takes no option."""
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         for dims in networks if PRECISIONS[precision].quantized else ():
@@ -61,7 +59,8 @@ class OnnxRuntimeBuild(BackendBuild):
             g = graphs("drafter", sink)
             graph = drafter.kind.load("graph")(g, drafter, target, inputs.limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
-        return Written(names, self._toolchain)
+        versions = installed_versions("numpy", "onnx", ONNXRUNTIME.name)
+        return Written(names, {"python": platform.python_version(), **versions})
 
 
 def weight_bytes(network: Outline, precision: PrecisionName) -> int:
@@ -74,7 +73,7 @@ def weight_bytes(network: Outline, precision: PrecisionName) -> int:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name != EMBEDDING and name not in unrounded:
-                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if is_of_values(name) else 1)
+                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if name.endswith(_VALUES) else 1)
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2
     return sum(sizes.values())

@@ -17,7 +17,7 @@ from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written
-from ddtree_trt.device.gpus import KINDS, UNSERVED, Gpu, find_gpus
+from ddtree_trt.device.gpus import KINDS, UNSERVED, find_gpus
 from ddtree_trt.device.libraries import (
     CudaVersions,
     CurrentGpu,
@@ -39,8 +39,6 @@ LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
 class PlansBuild(BackendBuild):
-    """What builds of plans have in common."""
-
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
         for kind in map(kind_of, networks):
@@ -73,7 +71,6 @@ class TensorRtBuild(PlansBuild):
 
     @cached_property
     def machine(self) -> Machine:
-        """As `examine` returns it."""
         return examine(self._wanted)
 
     def check_machine(self) -> None:
@@ -129,7 +126,18 @@ class RtxBuild(PlansBuild):
 
     def __init__(self, options: BuilderOptions) -> None:
         """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
-        self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
+        for name in options.gpus:
+            if name not in KINDS:
+                known = f"must be one of {', '.join(KINDS)}, not {shown(name)}"
+                raise UsageError(f"--gpu {name} {UNSERVED[name]}" if name in UNSERVED else f"--gpu {known}")
+        here = {} if options.gpus else _kinds_here()
+        self._kinds = tuple(dict.fromkeys(name for name in options.gpus or here if name in KINDS))
+        if here and not self._kinds:
+            name, title = next(iter(here.items()))
+            raise BuildError(
+                f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name "
+                f"the GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
+            )
 
     @cached_property
     def module(self) -> Any:
@@ -246,40 +254,12 @@ def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
         )
 
 
-# The kinds of GPU that an engine of TensorRT for RTX is for
-
-
-def named_kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """The kinds the user named, each once. Raises UsageError for one that an engine cannot be for."""
-    for name in names:
-        if name in UNSERVED:
-            raise UsageError(f"--gpu {name} {UNSERVED[name]}")
-        if name not in KINDS:
-            raise UsageError(f"--gpu must be one of {', '.join(KINDS)}, not {shown(name)}")
-    return tuple(dict.fromkeys(names))
-
-
-def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
-    """The kinds of this machine's GPUs that an engine can be for; none where it has no GPU whose kind is known. Raises
-    BuildError where it has others only."""
-    names = _kinds_of(found)
-    served = tuple(name for name in names if name in KINDS)
-    if names and not served:
-        name, title = next(iter(names.items()))
-        raise BuildError(
-            f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
-            f"GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
-        )
-    return served
-
-
 def runs_here(manifest: Manifest) -> bool:
     """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
-    if not BACKENDS[manifest.backend].portable:
-        return True
-    return any(kind in _kinds_of(find_gpus()) for kind in manifest.toolchain["gpus"].split())
+    portable = BACKENDS[manifest.backend].portable
+    return not portable or any(kind in _kinds_here() for kind in manifest.toolchain["gpus"].split())
 
 
-def _kinds_of(found: Iterable[Gpu]) -> dict[str, str]:
-    """Kind → title of those GPUs whose kind is known."""
-    return {f"sm{gpu.sm}": gpu.name for gpu in found if gpu.sm is not None}
+def _kinds_here() -> dict[str, str]:
+    """Kind → title of those GPUs of this machine whose kind is known."""
+    return {f"sm{gpu.sm}": gpu.name for gpu in find_gpus() if gpu.sm is not None}

@@ -3,7 +3,7 @@ errors that name the node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,18 @@ def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     makers = {layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)}
     lengths = makers[KEY_LENGTHS].get_output(0)
-    found = {attention.name: attention for attention in _attentions(trt, network)}
+    found = {}
+    for layer in (layer for layer in layers if layer.type == trt.LayerType.ATTENTION_INPUT):
+        layer.__class__ = trt.IAttentionInputLayer  # the bindings return the base class
+        found[layer.attention.name] = layer.attention
     for node in attentions:
         attention = found.pop(node, None)
         if attention is None:
             raise BuildError(f"TensorRT made no attention layer of the {name}'s node {node!r}")
         for index in (0, 1):
-            attention.set_input(index, _unscaled(trt, makers, attention.get_input(index)))
+            maker = makers.get(attention.get_input(index).name)
+            if maker is not None and maker.type == trt.LayerType.ELEMENTWISE:  # the product with the scale
+                attention.set_input(index, maker.get_input(0))
         for index in (1, 2):
             maker = makers.get(attention.get_input(index).name)
             if maker is None or maker.type != trt.LayerType.KV_CACHE_UPDATE:
@@ -72,21 +77,6 @@ def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]
         attention.decomposable = False
     if found:
         raise BuildError(f"TensorRT made an attention of the {name} that its graph does not have: {min(found)!r}")
-
-
-def _attentions(trt: Any, network: Any) -> Iterator[Any]:
-    """The network's IAttention objects."""
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if layer.type == trt.LayerType.ATTENTION_INPUT:
-            layer.__class__ = trt.IAttentionInputLayer  # the bindings return the base class
-            yield layer.attention
-
-
-def _unscaled(trt: Any, makers: dict[str, Any], tensor: Any) -> Any:
-    """The tensor, or what the parser multiplied to make it."""
-    maker = makers.get(tensor.name)
-    return maker.get_input(0) if maker is not None and maker.type == trt.LayerType.ELEMENTWISE else tensor
 
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]  # input → shapes: least, tuned, most
@@ -167,8 +157,10 @@ class EngineBuilder:
         network = self._builder.create_network(0)  # strongly typed, the only kind from TensorRT 11 on
         parser = self._trt.OnnxParser(network, self._log)
         if not parser.parse_from_file(str(graph)):
-            errors = [_described(parser.get_error(i)) for i in range(parser.num_errors)]
-            reasons = "; ".join(errors[:_SHOWN_ERRORS]) or self._log.words()
+            errors = [parser.get_error(i) for i in range(min(parser.num_errors, _SHOWN_ERRORS))]
+            # Nodes by the names that `ops.Graph` gave them.
+            words = (f"node {e.node_name()!r} ({e.node_operator()}): {e.desc()} [{e.code()}]" for e in errors)
+            reasons = "; ".join(words) or self._log.words()
             raise BuildError(f"{self._title} cannot parse the {name}: {reasons}")
         return network
 
@@ -190,17 +182,9 @@ class EngineBuilder:
                 profile.set_shape(tensor, smallest, tuned, largest)
             if config.add_optimization_profile(profile) != 0:
                 raise BuildError(f"{self._title} refuses the shapes of the {name}: {self._log.words()}")
-        if self._timing_cache is not None:
-            self._give_timing_cache(config, self._timing_cache)
+        if (path := self._timing_cache) is not None:
+            cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+            if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+                raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
         config.progress_monitor = monitor
         return config
-
-    def _give_timing_cache(self, config: Any, path: Path) -> None:
-        cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-        if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-            raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
-
-
-def _described(error: Any) -> str:
-    """One error of the parser: the node, by the name `ops.Graph` gave it, and the reason."""
-    return f"node {error.node_name()!r} ({error.node_operator()}): {error.desc()} [{error.code()}]"

@@ -71,8 +71,6 @@ _TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → th
 
 
 class Network(NamedTuple):
-    """A network to compile."""
-
     name: str
     plan: str  # its file
     make: Callable[[Sink], ModelProto]
@@ -112,10 +110,8 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
     def target_graph(sink: Sink) -> ModelProto:
-        g = lowering("target", sink, floats)
-        return build_target_graph(
-            g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
-        )
+        g, given = lowering("target", sink, floats), (target.dims, target.tensor)
+        return build_target_graph(g, *given, tap_layers=taps, limits=limits, tied=tied, quantized=target)
 
     def drafter_graph(sink: Sink) -> ModelProto:
         own = block_drafter_precision(inputs.precision) if drafter.kind.block_size else inputs.precision

@@ -28,8 +28,6 @@ _ROWS_BYTES = 4 << 20  # of stored rows that are converted at a time, which take
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """What the headers of a checkpoint's files say."""
-
     paths: tuple[Path, ...]  # in order
     metadata: Fields  # by GGUF's keys
     tensors: Mapping[str, StoredTensor]  # by GGUF's names, with its types; last axis fastest

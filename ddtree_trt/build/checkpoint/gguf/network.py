@@ -99,7 +99,12 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     _refuse_others(metadata, architecture, family)
     sizes = _sizes(files, architecture, family)
     entries = {CONFIG_NAMES[field]: value for field, value in sizes.items()}
-    entries |= _rope_scaling(files, architecture, sizes["head_dim"], sizes["rope_theta"])
+    prefix = f"{architecture}.{_SCALING}"
+    stated = _stated_scaling(metadata, prefix)
+    computed = _scaling_of_divisors(files, sizes["head_dim"], sizes["rope_theta"])
+    if stated and computed:
+        raise metadata.source.fault(f"both {prefix}* and {DIVISORS} scale positions: which is it?")
+    entries |= {"rope_scaling": stated or computed} if stated or computed else {}
     entries |= _delta_entries(metadata, architecture, sizes["head_dim"]) if family.delta else {}
     dims = transformer_dims(Fields(entries, metadata.source), family)
     token = Between(0, dims.vocab_size - 1)
@@ -176,21 +181,8 @@ def _sizes(files: GgufFiles, architecture: str, family: Family) -> dict[str, Any
     }
 
 
-def _rope_scaling(files: GgufFiles, architecture: str, head_dim: int, theta: float) -> dict[str, Any]:
-    """The entries of a config.json that say what the file says; none for plain rotary embedding.
-
-    Raises CheckpointError for a scaling that is not implemented, and for one stated in both ways.
-    """
-    prefix = f"{architecture}.{_SCALING}"
-    stated = _stated_scaling(files.metadata, prefix)
-    computed = _scaling_of_divisors(files, head_dim, theta)
-    if stated and computed:
-        raise files.metadata.source.fault(f"both {prefix}* and {DIVISORS} scale positions: which is it?")
-    scaling = stated or computed
-    return {"rope_scaling": scaling} if scaling else {}
-
-
 def _stated_scaling(metadata: Fields, prefix: str) -> dict[str, Any]:
+    """The entries of a config.json; none for plain rotary embedding."""
     kind = metadata.text(f"{prefix}type", "linear")  # what a factor without a type is
     if kind not in _SCALING_KEYS:
         raise metadata.fault(f"{prefix}type", f"is {shown(kind)}, which is not implemented; only linear and yarn are")

@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddtree_trt.models.decoder import TOKEN
 from ddtree_trt.reading import Between, Fields, shown
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _MODEL, _BYTE_LEVEL_BPE = "tokenizer.ggml.model", "gpt2"
 _PRE, _TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("pre", "tokens", "token_type", "merges"))
@@ -57,66 +54,19 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 }
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """A byte-level BPE tokenizer."""
-
-    tokens: list[str]  # by id
-    types: list[int]
-    merges: list[tuple[str, str]]  # first ones first
-    splitting: _Splitting
-    around: tuple[str | None, str | None]  # the token before every text, and the one behind it
-    settings: Mapping[str, Any]  # tokenizer_config.json
-    metadata: Fields
-
-    def files(self) -> dict[str, Any]:
-        """File name → JSON content, as transformers reads them. Raises CheckpointError for merges of no tokens."""
-        try:
-            return {"tokenizer.json": json.loads(self._tokenizer().to_str()), "tokenizer_config.json": self.settings}
-        except Exception as error:  # tokenizers raises nothing more special
-            raise self.metadata.fault(_MERGES, f"cannot be used ({error})") from error
-
-    def _tokenizer(self) -> Tokenizer:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
-        split = self.splitting
-        # Unused ones fill the embedding's last rows; no text has them.
-        vocabulary = {token: i for i, token in enumerate(self.tokens) if self.types[i] != _UNUSED}
-        tokenizer = Tokenizer(models.BPE(vocabulary, self.merges, ignore_merges=split.whole_first))
-        added = [
-            (t, kind) for t, kind in zip(self.tokens, self.types, strict=True) if kind in (_CONTROL, _USER_DEFINED)
-        ]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
-        if split.nfc:
-            tokenizer.normalizer = normalizers.NFC()
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-        pieces = [pre_tokenizers.Split(Regex(split.pattern), "isolated")] if split.pattern else []
-        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pieces)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *pieces, letters])
-        tokenizer.decoder = decoders.ByteLevel()
-        before, after = ([token] if token is not None else [] for token in self.around)
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-        if before or after:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=[*before, "$A", *after],
-                pair=[*before, "$A", *after, *before, "$B", *after],
-                special_tokens=[(token, self.tokens.index(token)) for token in {*before, *after}],
-            )
-        return tokenizer
-
-
-def read_vocabulary(metadata: Fields) -> Vocabulary:
-    """The tokenizer that a GGUF file's metadata has. Raises CheckpointError for what is missing, cannot be right, or is
-    of a kind that is not supported."""
+def tokenizer_files(metadata: Fields) -> dict[str, Any]:
+    """File name → JSON content, as transformers reads them, of the tokenizer that a GGUF file's metadata has. Raises
+    CheckpointError for what is missing, cannot be right, or is of a kind that is not supported."""
     metadata = Fields(metadata.data, replace(metadata.source, advice="use the Hugging Face checkpoint of this model"))
-    splitting = _splitting(metadata)
+    split = _splitting(metadata)
     tokens = metadata.value(_TOKENS, list[str])
     types = metadata.value(_TYPES, list[int], [1] * len(tokens))
     if not tokens or len(types) != len(tokens):
         raise metadata.fault(_TYPES, f"has {len(types)} entries for {len(tokens)} tokens")
-    used = [token for token, kind in zip(tokens, types, strict=True) if kind != _UNUSED]
-    if len(set(used)) != len(used):
-        raise metadata.fault(_TOKENS, f"has {len(used) - len(set(used))} of its tokens twice")
+    # Unused ones fill the embedding's last rows; no text has them.
+    used = [(token, i) for i, token in enumerate(tokens) if types[i] != _UNUSED]
+    if twice := len(used) - len(dict(used)):
+        raise metadata.fault(_TOKENS, f"has {twice} of its tokens twice")
     merges = [tuple(merge.split(" ")) for merge in metadata.value(_MERGES, list[str])]
     if wrong := [pair for pair in merges if len(pair) != 2]:
         raise metadata.fault(_MERGES, f"must have two pieces each, found {shown(' '.join(wrong[0]))}")
@@ -125,21 +75,52 @@ def read_vocabulary(metadata: Fields) -> Vocabulary:
         key = f"tokenizer.ggml.{part}_token_id"
         if metadata.has(key):
             settings[name] = tokens[metadata.integer(key, Between(0, min(len(tokens) - 1, TOKEN.highest)))]
-
-    def around(part: str, default: bool) -> str | None:
-        key = f"tokenizer.ggml.add_{part}_token"
-        if not metadata.flag(key, default):
-            return None
-        if f"{part}_token" not in settings:
-            raise metadata.fault(key, f"is true, but no {part}_token_id is there")
-        return str(settings[f"{part}_token"])
-
-    ends = around("bos", splitting.begins and "bos_token" in settings), around("eos", False)
     positions = f"{metadata.text('general.architecture', '')}.context_length"
     for name, key, kind in (("model_max_length", positions, int), ("chat_template", "tokenizer.chat_template", str)):
         if (value := metadata.optional(key, kind)) is not None:
             settings[name] = value
-    return Vocabulary(tokens, types, merges, splitting, ends, settings, metadata)
+    around: dict[str, list[Any]] = {}  # the token before every text, and the one behind it
+    for part, default in (("bos", split.begins and "bos_token" in settings), ("eos", False)):
+        key = f"tokenizer.ggml.add_{part}_token"
+        around[part] = [settings.get(f"{part}_token")] if metadata.flag(key, default) else []
+        if None in around[part]:
+            raise metadata.fault(key, f"is true, but no {part}_token_id is there")
+    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    try:
+        tokenizer = _tokenizer(dict(used), merges, added, split, around["bos"], around["eos"])
+    except Exception as error:  # tokenizers raises nothing more special
+        raise metadata.fault(_MERGES, f"cannot be used ({error})") from error
+    return {"tokenizer.json": json.loads(tokenizer), "tokenizer_config.json": settings}
+
+
+def _tokenizer(
+    vocabulary: dict[str, int],
+    merges: list[Any],
+    added: list[tuple[str, int]],
+    split: _Splitting,
+    before: list[str],
+    after: list[str],
+) -> str:
+    """tokenizer.json of a byte-level BPE."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_first))
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    pieces = [pre_tokenizers.Split(Regex(split.pattern), "isolated")] if split.pattern else []
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pieces)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *pieces, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B", *after],
+            special_tokens=[(token, vocabulary[token]) for token in {*before, *after}],
+        )
+    return tokenizer.to_str()
 
 
 def _splitting(metadata: Fields) -> _Splitting:

@@ -17,8 +17,6 @@ SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
-STEADY = 8  # rounds of a size behind which it is known well enough to tell the machine's pace
-PACE = 1 / 4  # weight of a new round in the machine's pace, of which decisions are independent
 
 
 class Costs:
@@ -26,8 +24,7 @@ class Costs:
 
     The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
     slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between
-    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. All follow a pace that
-    the last few rounds decide: else sizes that a busy machine has made too dear would stay so. Passes that are not
+    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not
     padded take what they would if the rows of all their trees were shared equally.
     """
 
@@ -42,7 +39,6 @@ class Costs:
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
         self._means = {(each.kind, each.slots, each.size): each for each in profile.corrections}
-        self._pace = 1.0  # how many times longer all passes take now than on average
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
         self.rounds = 0  # that were learnt from
@@ -72,7 +68,7 @@ class Costs:
         if key not in self.kept:
             tokens = 1 + (self._tokens - 1) * (trees / slots)
             ratios = np.interp(2 * np.log2(tokens), *self._ratios("verify", slots))
-            costs = self._pace * ratios * self._verify_profiled(past, slots, tokens)
+            costs = ratios * self._verify_profiled(past, slots, tokens)
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -82,7 +78,7 @@ class Costs:
             return 0.0
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            self.kept[key] = self._pace * self._ratios("draft", slots)[1][0] * self._draft_profiled(past, slots)
+            self.kept[key] = self._ratios("draft", slots)[1][0] * self._draft_profiled(past, slots)
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
@@ -108,11 +104,8 @@ class Costs:
     def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
         key, mean = (kind, slots.bit_length(), size), float(np.interp(size, *self._ratios(kind, slots)))
         rounds = self._means[key].rounds + 1 if key in self._means else 1
-        weight, steady = max(SLOWEST, 1 / (1 + rounds)), ratio / self._pace
-        believed = min(max(steady, mean / OUTLIER), mean * OUTLIER)
-        self._means[key] = Correction(*key, mean + weight * (believed - mean), rounds)
-        if rounds > STEADY:
-            self._pace *= (believed / mean) ** PACE
+        believed = min(max(ratio, mean / OUTLIER), mean * OUTLIER)
+        self._means[key] = Correction(*key, mean + max(SLOWEST, 1 / (1 + rounds)) * (believed - mean), rounds)
 
     def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
         """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""

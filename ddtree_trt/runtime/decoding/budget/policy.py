@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ REPAID = 8  # tokens left for each pass that a probe, or what a drafter has stil
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what new requests expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
-REST = 32  # rounds after which requests none of which may draft are weighed again: a plan takes time
+REST = 32  # most rounds after which requests none of which may draft are weighed again: a plan takes time
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
@@ -106,7 +107,6 @@ class AutoBudget:
         # Of depths, whatever the probabilities.
         self._reached = Calibration(shared.max_depth, min(REACHED, float(shared.expected[0])))
         self._recent, self._weighed = shared.expected.copy(), 1  # over so many drafts and what was expected before them
-        self._latest = self._recent.copy()  # of the last draft alone
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -118,12 +118,12 @@ class AutoBudget:
         ratios[deepest:] = 0.0
         return np.cumprod(ratios, dtype=np.float64)
 
-    def weigh(self, tree: DraftTree, deepest: int) -> Floats:
-        """Acceptance probabilities [n] of the nodes of a drafted tree; the output ends above those below `deepest`."""
+    def weigh(self, tree: DraftTree, deepest: int, probe: bool) -> Floats:
+        """Acceptance probabilities [n] of the nodes of a drafted tree; the output ends above those below `deepest`. Of
+        a probe they are all that is expected from then on."""
         accepted = self._acceptance.accepted(tree, deepest)
         if self.shared.proposes == "block":
-            self._weighed += 1
-            _native.follow(self._latest, self.shared.sizes, accepted, 1.0)
+            self._weighed = 1 if probe else self._weighed + 1
             _native.follow(self._recent, self.shared.sizes, accepted, max(RECENT, 1 / self._weighed))
         return accepted
 
@@ -140,9 +140,10 @@ class AutoBudget:
                 self.loss = max(self.loss + lost, -LOSS)
             else:
                 shared.purse -= lost
-                self._recent, self._weighed = shared.expected.copy(), 1
                 if lost < 0:  # drafting pays again
-                    self.loss, self._recent = min(self.loss, 0.0), self._latest.copy()
+                    self.loss = min(self.loss, 0.0)
+                else:
+                    self._recent = shared.expected.copy()
         if ends:
             proven = min(1.0, self._kept / self._promised) * self.expected(shared.max_depth)
             shared.expected += min(self._drafts, 4) * NEWS * (proven - shared.expected)
@@ -235,20 +236,22 @@ class RoundPlan:
             ]
         if self._drafting:
             self._plan_drafts(expected)
-        else:
-            self._shared.rest = REST
         return self._nodes
 
     def _probe(self, able: list[int]) -> list[int]:
-        """The slots that have waited longest for a draft, as few as could gain, if what probes may lose affords it."""
-        shared, count = self._shared, 1
+        """The slots that have waited longest for a draft, as few as could gain, if what probes may lose affords it;
+        else all rest until it will."""
+        shared, count, rest = self._shared, 1, float(REST)
         able.sort(key=lambda i: -self._autos[i].waited)
         while count <= len(able):
             prices, slots = self._prices(count), able[:count]
-            repaid = all(prices.least_price * self._single_s <= self._repays[i] for i in slots)
-            if prices.least and repaid and prices.least_price * count <= shared.purse:
-                return slots
+            if prices.least and all(prices.least_price * self._single_s <= self._repays[i] for i in slots):
+                missing = prices.least_price * count - shared.purse
+                if missing <= 0:
+                    return slots
+                rest = min(rest, missing / (PROBES * len(self._autos)))
             count *= 2
+        shared.rest = math.ceil(rest)
         return []
 
     def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
@@ -323,7 +326,7 @@ class RoundPlan:
         may_lose = self._shared.purse / count if self._probes else LOSS - min(self._autos[i].loss for i, _ in drafted)
         afforded = prices.nodes_s.searchsorted(may_lose * self._single_s * count, side="right")
         most = max(int(afforded), least)
-        accepted = {i: self._autos[i].weigh(tree, self._deepest[i])[:most] for i, tree in drafted}
+        accepted = {i: self._weigh(i, tree)[:most] for i, tree in drafted}
         size, _ = self._best_size(list(accepted.values()), prices.nodes_s)
         spent_s = (
             float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
@@ -340,7 +343,10 @@ class RoundPlan:
     def weigh(self, slot: int, drafted: DraftTree) -> None:
         """Have the slot's request see what was drafted, of a round planned ahead."""
         if slot in self._autos:
-            self._autos[slot].weigh(drafted, self._deepest[slot])
+            self._weigh(slot, drafted)
+
+    def _weigh(self, slot: int, drafted: DraftTree) -> Floats:
+        return self._autos[slot].weigh(drafted, self._deepest[slot], self._probes)
 
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""

@@ -125,8 +125,8 @@ class TrtEngine:
     def length(self, slot: int) -> int:
         return self.target.cache.lengths[slot]
 
-    def draftable_length(self, slot: int) -> int:
-        return self.drafter.context_length(slot)
+    def draftable(self, slot: int, length: int) -> int:
+        return self.drafter.draftable(slot, length)
 
     def unseen(self, slot: int) -> int:
         return self.drafter.unseen(slot)
@@ -219,7 +219,7 @@ class TrtEngine:
     def close(self) -> None:
         """Release all memory; a second call does nothing. Raises EngineError for an error of CUDA."""
         self._last_passes.clear()
-        self.target.invalidate_outputs()
+        self.target.generation += 1  # later reads of the last pass's logits raise EngineError
         try:
             self.device.stop()
         finally:

@@ -27,12 +27,6 @@ def neighbouring(slots: Sequence[int]) -> list[int]:
     return list(range(min(slots), max(slots) + 1))
 
 
-def with_idle_trees(requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
-    """The requests in the order of their slots, with a tree for every idle slot between them."""
-    wanted = {r.slot: r for r in requests}
-    return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
-
-
 @dataclass(frozen=True)
 class Outputs:
     """Addresses of a pass's outputs on the device, and the host's memory for choices."""
@@ -60,8 +54,12 @@ class TrtLanguageModel:
         self._mask_words = mask_words(limits.max_tokens_per_pass)
 
     def pass_requests(self, requests: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
-        """The requests of the pass that verifies these: with native attention also idle slots between them."""
-        return with_idle_trees(requests) if self.network.neighbours else requests
+        """The requests of the pass that verifies these: with native attention in the order of their slots, with a tree
+        for every idle one between them."""
+        if not self.network.neighbours:
+            return requests
+        wanted = {r.slot: r for r in requests}
+        return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
 
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], *, captured: bool
@@ -95,10 +93,6 @@ class TrtLanguageModel:
         self._device.download(found, at.results)
         self._device.synchronize()
         return found.view(np.int32).astype(np.int64)
-
-    def invalidate_outputs(self) -> None:
-        """Make later reads of the last pass's logits raise EngineError."""
-        self.generation += 1
 
     def logits(self, first: int, rows: int) -> LazyRows:
         """The last pass's logits [rows, V] from row `first` on, copied to the host when they are read."""

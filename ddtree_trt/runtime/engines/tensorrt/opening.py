@@ -270,11 +270,7 @@ def load_plans(directory: Path, manifest: Manifest) -> Loaded:
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
     stored = Tables(directory, manifest)
-    plans = {
-        "target": artifact.TARGET_PLAN,
-        "drafter": artifact.DRAFTER_PLAN,
-        "compaction": artifact.COMPACTION_PLAN,
-    }
+    plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN, "compaction": artifact.COMPACTION_PLAN}
     sizes = sum(manifest.files[name].size for name in plans.values())
     dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
     plan = partial(tensorrt_buffers, *dims, manifest.limits, value_bytes)

@@ -129,8 +129,8 @@ class TorchEngine:
     def length(self, slot: int) -> int:
         return self.target.cache.lengths[slot]
 
-    def draftable_length(self, slot: int) -> int:
-        return self.drafter.context_length(slot)
+    def draftable(self, slot: int, length: int) -> int:
+        return self.drafter.draftable(slot, length)
 
     def unseen(self, slot: int) -> int:
         return self.drafter.unseen(slot)

@@ -23,6 +23,7 @@ from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.parallel import engine as parallel
 from ddtree_trt.runtime.engines.torch.parallel import ranks
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.llm import LLM
@@ -66,7 +67,7 @@ def test_an_llm_gives_the_tokens_of_one_process_and_ends_with_a_rank(directory: 
         # A call that the other rank alone is sent, and refuses.
         engine = two.engine
         assert isinstance(engine, ParallelEngine)
-        engine._waiting.append((TorchEngine.truncate, (1, 600)))
+        engine._workers.send(TorchEngine.truncate, (1, 600))
         refused = r"ended: rank 1 of 2 failed: EngineError: slot 1 holds \d+ tokens, cannot keep the first 600"
         for _ in range(2):  # and it stays ended
             with pytest.raises(EngineError, match=refused):
@@ -113,34 +114,20 @@ def test_a_rank_that_does_not_answer_ends_the_engine(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "opening", "meeting", "said"),
     [
-        (hang, "1", 60.0, r"rank 1 of 2 \(process \d+\) did not report 'here' within 1 s; .* DDTREE_OPENING_SECONDS"),
-        (hang_when_started, "1e6", 1.0, "the other ranks did not answer within 1 s"),
+        (hang, 1.0, 60.0, r"rank 1 of 2 \(process \d+\) did not report 'here' within 1\.\d+ s"),
+        (hang_when_started, 1e6, 1.0, "the other ranks did not answer within 1 s"),
     ],
 )
 def test_a_rank_that_hangs_while_it_opens_ends_in_an_error(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, work: Any, opening: str, meeting: float, said: str
+    directory: Path, monkeypatch: pytest.MonkeyPatch, work: Any, opening: float, meeting: float, said: str
 ) -> None:
     monkeypatch.setattr(ranks, "run_worker", work)
-    monkeypatch.setenv(ranks.OPENING, opening)
+    monkeypatch.setattr(parallel, "OPENING_S", opening)
     with pytest.raises(EngineError, match=f"an engine of 2 ranks could not be opened: {said}"):
         ParallelEngine.open(directory, load_manifest(directory), TWO, timeout_s=meeting)
     assert not multiprocessing.active_children()
     monkeypatch.undo()
     ParallelEngine.open(directory, load_manifest(directory), TWO).close()  # it leaves nothing behind
-
-
-def test_the_time_for_opening_grows_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ranks.OPENING, raising=False)
-    assert ranks.opening_limit_s(0) == 600
-    assert ranks.opening_limit_s(140 * 10**9) == 600 + 2800
-    monkeypatch.setenv(ranks.OPENING, "90.5")
-    assert ranks.opening_limit_s(140 * 10**9) == 90.5
-    monkeypatch.setenv(ranks.OPENING, "1e6")
-    assert ranks.opening_limit_s(0) == 1e6
-    for text in ("0", "-1", "1000001", "inf", "nan", "soon"):
-        monkeypatch.setenv(ranks.OPENING, text)
-        with pytest.raises(UsageError, match=f"OPENING_SECONDS must be .* above 0, at most 1000000, not '{text}'"):
-            ranks.opening_limit_s(0)
 
 
 def test_the_other_ranks_end_with_rank_0(directory: Path) -> None:

@@ -1,7 +1,6 @@
 """The engine of several ranks, as rank 0 has it: all of them do every call, each over its part of the target.
 
-Rank 0 runs the decode loop. A call is a function of a rank's engine and its arguments; what no other rank is needed for
-is sent with the next call that all must do together.
+Rank 0 runs the decode loop. A call is a function of a rank's engine and its arguments.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
     HERE,
     READY,
     TIMEOUT_S,
-    EngineCall,
     Group,
     RankConfig,
-    Rendezvous,
     Workers,
     open_part,
-    opening_limit_s,
     whole_rows,
 )
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.options import SPLIT, EngineOptions
+
+# How long ranks may take from their start until they have opened an engine, and what a slow disk reads of it meanwhile.
+OPENING_S, DISK_BYTES_PER_S = 600.0, 50e6
 
 
 def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engine:
     """The engine of a directory whose digests were checked, over as many ranks as the options say."""
-    engine = TorchEngine if options.tensor_parallel_size == 1 else ParallelEngine
+    engine = TorchEngine if options.ranks == 1 else ParallelEngine
     return engine.open(directory, manifest, options)
 
 
@@ -66,20 +65,19 @@ class ParallelEngine:
 
     def __init__(
         self,
-        manifest: Manifest,
+        config: RankConfig,
         engine: TorchEngine,
         group: Group,
         workers: Workers,
         clean_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """`engine` is rank 0's part; `manifest` is that of the whole. `clean_up` is called at the engine's end."""
+        """`engine` is the part of rank 0, whose `config` it is. `clean_up` is called at the engine's end."""
         self._clean_up = clean_up
         # Latencies depend on the number of ranks: the toolchain is a part of the latency profile's fingerprint.
         toolchain = {**engine.manifest.toolchain, RANKS: str(group.size)}
-        self.manifest = replace(manifest, toolchain=toolchain)
+        self.manifest = replace(config.manifest, toolchain=toolchain)
         self.threads, self.inexact = engine.threads, engine.inexact
-        self._engine, self._group, self._workers = engine, group, workers
-        self._waiting: list[EngineCall] = []  # done here, and not sent yet
+        self._config, self._engine, self._group, self._workers = config, engine, group, workers
         self._failure: str | None = None
         if engine.device.type == "cuda":  # gloo notices by itself
             workers.watch(group.abort)
@@ -92,13 +90,11 @@ class ParallelEngine:
         starts. Each takes a GPU of this machine, or where it has none some of the processor's threads.
 
         Raises UsageError for an engine that cannot be split so, too few GPUs, or a process that has a process group
-        already, EngineError for ranks that fail or take longer than `opening_limit_s`, and what `TorchEngine.open`
-        raises.
+        already, EngineError for ranks that fail or take too long, and what `TorchEngine.open` raises.
         """
-        size, threads = options.tensor_parallel_size, options.threads
+        size, threads = options.ranks, options.threads
         check_split(manifest, size)
-        weight_bytes = manifest.files[artifact.TORCH_WEIGHTS].size
-        opening_s, devices = opening_limit_s(weight_bytes), _devices(size)
+        weight_bytes, devices = manifest.files[artifact.TORCH_WEIGHTS].size, _devices(size)
         if torch.distributed.is_initialized():
             raise UsageError(
                 "this process is in a process group of torch.distributed already, another tensor-parallel engine's or "
@@ -109,18 +105,19 @@ class ParallelEngine:
             threads = threads or shared
             torch.set_num_threads(threads)
         folder = tempfile.TemporaryDirectory(prefix="ddtree-ranks-")
-        meeting = Rendezvous(str(Path(folder.name) / "store"), size, timeout_s)
-        workers = Workers(
-            [RankConfig(r, meeting, directory, manifest, str(devices[r]), threads) for r in range(1, size)], opening_s
+        first, *others = (
+            RankConfig(rank, size, f"{folder.name}/store", str(device), threads, directory, manifest, timeout_s)
+            for rank, device in enumerate(devices)
         )
+        workers = Workers(others, OPENING_S + weight_bytes / DISK_BYTES_PER_S)
         group: Group | None = None
         try:
             workers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
-            group = Group(meeting, 0, devices[0])
-            engine = open_part(directory, manifest, devices[0], group)
+            group = Group(first)
+            engine = open_part(first, group)
             workers.expect(READY)
         except BaseException as error:
-            cause = _cause_elsewhere(error, workers, timeout_s)
+            cause = str(error) if isinstance(error, EngineError) else _cause_elsewhere(error, workers, timeout_s)
             workers.kill()
             if group is not None:
                 group.leave()
@@ -128,7 +125,7 @@ class ParallelEngine:
             if cause is not None:
                 raise EngineError(f"an engine of {size} ranks could not be opened: {cause}") from error
             raise
-        return cls(manifest, engine, group, workers, folder.cleanup)
+        return cls(first, engine, group, workers, folder.cleanup)
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -137,8 +134,8 @@ class ParallelEngine:
     def length(self, slot: int) -> int:
         return self._engine.length(slot)
 
-    def draftable_length(self, slot: int) -> int:
-        return self._engine.draftable_length(slot)
+    def draftable(self, slot: int, length: int) -> int:
+        return self._engine.draftable(slot, length)
 
     def unseen(self, slot: int) -> int:
         return self._engine.unseen(slot)
@@ -147,22 +144,22 @@ class ParallelEngine:
         return self._engine.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
-        self._later(TorchEngine.truncate, slot, length)
+        self._call(TorchEngine.truncate, slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[Any], *, rows: LogitRows, taps: bool) -> Verdict:
         prefill = partial(TorchEngine.prefill, rows=rows, taps=taps)
-        return self._whole(self._together(prefill, slot, token_ids), 0)
+        return self._whole(self._call(prefill, slot, token_ids), 0)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        found: list[Draft] = self._together(TorchEngine.draft, [replace(r, draw=no_draw) for r in requests])
+        found: list[Draft] = self._call(TorchEngine.draft, [replace(r, draw=no_draw) for r in requests])
         return found
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        verdicts = self._together(TorchEngine.verify, requests)
+        verdicts = self._call(TorchEngine.verify, requests)
         return [self._whole(verdict, number) for number, verdict in enumerate(verdicts)]
 
     def commit(self, slot: int, path: NDArray[Any], *, taps: bool) -> None:
-        self._later(partial(TorchEngine.commit, taps=taps), slot, path)
+        self._call(partial(TorchEngine.commit, taps=taps), slot, path)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """On GPUs: run a prompt's chunk, a tree and a draft, so that libraries are initialised. Nothing is captured."""
@@ -182,8 +179,8 @@ class ParallelEngine:
         """Release the memory of all ranks and end their processes."""
         try:
             if self._failure is None:
-                self._workers.let_end()
-                self._together(TorchEngine.close)
+                self._workers.closing = True
+                self._call(TorchEngine.close)
                 self._workers.join()
         finally:
             if self._failure is None:
@@ -197,25 +194,17 @@ class ParallelEngine:
 
         def fetch(start: int, stop: int, columns: slice) -> NDArray[Any]:
             if not gathered:
-                gathered.append(self._together(whole_rows, number))
+                gathered.append(self._call(whole_rows, number))
             rows: NDArray[Any] = gathered[0][start:stop, columns].cpu().numpy()
             return rows
 
         rows = LazyRows(len(verdict.logits), self.manifest.target_dims.vocab_size, fetch)
         return Verdict(verdict.choices, rows)
 
-    def _later(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Do this rank's part of a call that needs no other rank, which the others are sent with the next one."""
-        with interrupts_deferred(), self._in_step():
-            function(self._engine, *arguments)
-            self._waiting.append((function, arguments))
-
-    def _together(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Have all ranks do a call; returns this rank's result."""
         with interrupts_deferred(), self._in_step():
-            self._workers.ring()
-            self._group.exchange([*self._waiting, (function, arguments)])
-            self._waiting.clear()
+            self._workers.send(function, arguments)
             return function(self._engine, *arguments)
 
     @contextmanager
@@ -230,7 +219,7 @@ class ParallelEngine:
                 raise RuntimeError("a rank has ended")
         except Exception as error:
             own = f"rank 0 of {self._group.size} failed: {told(error)}"
-            self._end(_cause_elsewhere(error, self._workers, self._group.timeout_s) or own)
+            self._end(_cause_elsewhere(error, self._workers, self._config.timeout_s) or own)
             raise EngineError(self._failure) from error
         except BaseException:
             self._end("it was interrupted in the middle of a pass")
@@ -261,7 +250,7 @@ def _devices(size: int) -> list[torch.device]:
         return [first] * size
     count = torch.cuda.device_count()
     if count < size:
-        raise UsageError(f"tensor_parallel_size {size} needs as many GPUs, this process sees {count}; lower it")
+        raise UsageError(f"{SPLIT} {size} needs as many GPUs, this process sees {count}; lower it")
     others = [i for i in range(count) if i != first.index]
     return [first, *(torch.device("cuda", i) for i in others[: size - 1])]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -23,77 +23,59 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.errors import EngineError, UsageError, shown, told
+from ddtree_trt.errors import EngineError, UsageError, told
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.split import Shard, local_manifest
 from ddtree_trt.runtime.engines.torch.weights import check_device, read_weights
 
-EngineCall = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of a rank's engine, and what follows the engine
-
 TIMEOUT_S = 60.0  # how long a rank waits for the others in the middle of a pass
-OPENING = "DDTREE_OPENING_SECONDS"  # environment: how long the other ranks may take to open an engine
 HERE, READY = "here", "ready"  # what a rank reports in this order; anything else is the text of its error
 _NAME = "ddtree-rank-"
-_MOST_S = 1e6  # days; the system's calls that wait take little more
 _REPORT_S = 5.0  # from a broken connection to what its cause is known by
 _CLOSE_S = 10.0  # how long a rank may take to release its part
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """Where and how the ranks of an engine meet."""
-
-    file: str  # of torch's file store, in a folder of this user's
-    size: int
-    timeout_s: float = TIMEOUT_S
-
-
-@dataclass(frozen=True)
 class RankConfig:
-    """What a rank other than 0 must know."""
+    """What a rank must know."""
 
     rank: int
-    rendezvous: Rendezvous
-    directory: Path
-    manifest: Manifest  # of the whole engine
+    size: int
+    store: str  # a file of torch's store, in a folder of this user's, by which the ranks meet
     device: str
     threads: int  # of a CPU
+    directory: Path
+    manifest: Manifest  # of the whole engine
+    timeout_s: float = TIMEOUT_S
 
 
 class Group(Shard):
     """This process among all ranks. Every method is called by all of them, in the same order."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
+    def __init__(self, config: RankConfig) -> None:
         """Meet the other ranks, which must be there within the timeout.
 
         Makes the process's default group of torch.distributed, so there must be none.
         """
-        super().__init__(rank, rendezvous.size)
-        self.timeout_s = rendezvous.timeout_s
-        timeout, on_gpu = timedelta(seconds=rendezvous.timeout_s), device.type == "cuda"
-        store = FileStore(rendezvous.file, rendezvous.size)
-        store.set(f"rank {rank}", "here")
+        super().__init__(config.rank, config.size)
+        timeout, device = timedelta(seconds=config.timeout_s), torch.device(config.device)
+        store = FileStore(config.store, config.size)
+        store.set(f"rank {config.rank}", "here")
         # Before the group: one that could not be made keeps its number, and other processes know the next by another.
-        store.wait([f"rank {each}" for each in range(rendezvous.size)], timeout)
+        store.wait([f"rank {each}" for each in range(config.size)], timeout)
         # Gloo's connections are not encrypted: it shall listen where this machine alone can reach it.
         chosen = {_INTERFACE: "lo"} if sys.platform == "linux" and _INTERFACE not in os.environ else {}
         os.environ.update(chosen)
         try:
             dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
+                "nccl" if device.type == "cuda" else "gloo",
                 store=store,
-                rank=rank,
-                world_size=rendezvous.size,
+                rank=config.rank,
+                world_size=config.size,
                 timeout=timeout,
-                device_id=device if on_gpu else None,
+                device_id=device if device.type == "cuda" else None,
             )
-            try:
-                # The host reads calls: they do not pass through a GPU.
-                self._calls = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else None
-            except BaseException:
-                dist.destroy_process_group()  # nothing else could: there is no group to leave
-                raise
         finally:
             for name in chosen:
                 del os.environ[name]
@@ -108,12 +90,6 @@ class Group(Shard):
         dist.all_gather(list(found.unbind(0)), x.contiguous())
         return found
 
-    def exchange(self, calls: Sequence[EngineCall]) -> Sequence[EngineCall]:
-        """The calls that rank 0 gives; those of other ranks are not looked at."""
-        box = [calls]
-        dist.broadcast_object_list(box, 0, group=self._calls)
-        return box[0]
-
     def abort(self) -> None:
         """End what this process waits for on its GPU."""
         if (world := dist.group.WORLD) is not None:
@@ -124,12 +100,13 @@ class Group(Shard):
             dist.destroy_process_group()
 
 
-def open_part(directory: Path, manifest: Manifest, device: torch.device, shard: Shard) -> TorchEngine:
+def open_part(config: RankConfig, shard: Shard) -> TorchEngine:
     """Load this rank's part of an engine: of split weights, it alone is read. Raises ArtifactError as
     `TorchEngine.open` does."""
-    check_device(directory, manifest, device)
-    weights = read_weights(directory, manifest, device, shard)
-    return TorchEngine(local_manifest(manifest, shard), weights, device, shard)
+    device = torch.device(config.device)
+    check_device(config.directory, config.manifest, device)
+    weights = read_weights(config.directory, config.manifest, device, shard)
+    return TorchEngine(local_manifest(config.manifest, shard), weights, device, shard)
 
 
 def whole_rows(engine: TorchEngine, number: int) -> Tensor:
@@ -141,21 +118,20 @@ def whole_rows(engine: TorchEngine, number: int) -> Tensor:
 
 
 def run_worker(config: RankConfig, rank_0: Connection) -> None:
-    """Be a rank until rank 0 closes the engine or its process ends. `rank_0` takes HERE, READY and the text of an
-    error, which ends this process, and has a message before the calls."""
+    """Be a rank until rank 0 closes the engine or its process ends. `rank_0` gives the calls, and takes HERE, READY and
+    the text of an error, which ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which closes the engine
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
-        device = torch.device(config.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        else:
+        if config.device == "cpu":
             torch.set_num_threads(config.threads)
+        else:
+            torch.cuda.set_device(torch.device(config.device))
         rank_0.send(HERE)
-        group = Group(config.rendezvous, config.rank, device)
-        engine = open_part(config.directory, config.manifest, device, group)
+        group = Group(config)
+        engine = open_part(config, group)
         rank_0.send(READY)
-        worker_loop(engine, group, rank_0)
+        worker_loop(engine, rank_0)
         group.leave()
     except BaseException as error:
         rank_0.send(told(error))
@@ -170,31 +146,15 @@ def _end_with_rank_0() -> None:
     os._exit(1)
 
 
-def worker_loop(engine: TorchEngine, group: Group, rank_0: Connection) -> None:
+def worker_loop(engine: TorchEngine, rank_0: Connection) -> None:
     """Do this rank's part of rank 0's calls, until it closes the engine."""
-    while True:
-        rank_0.recv_bytes()  # without a time limit: rank 0 may be idle
-        for function, arguments in group.exchange([]):
-            function(engine, *arguments)
-            if function is TorchEngine.close:
-                return
+    function = None
+    while function is not TorchEngine.close:
+        function, arguments = rank_0.recv()
+        function(engine, *arguments)
 
 
 # What rank 0 has of the others
-
-
-def opening_limit_s(weight_bytes: int) -> float:
-    """Seconds that ranks may take from their start until they have opened an engine with so many bytes of weights: by
-    default ten minutes and what a disk of 50 MB/s takes. Raises UsageError where the environment's number is none."""
-    text = os.environ.get(OPENING, "")
-    with contextlib.suppress(ValueError):
-        seconds = float(text) if text else 600 + weight_bytes / 50e6
-        if 0 < seconds <= _MOST_S:
-            return seconds
-    raise UsageError(
-        f"the environment variable {OPENING} must be a number of seconds above 0, at most {_MOST_S:.0f}, "
-        f"not {shown(text)}"
-    )
 
 
 class Workers:
@@ -211,9 +171,9 @@ class Workers:
                 'if __name__ == "__main__":'
             )
         self._size = 1 + len(configs)
-        self._closing = False
+        self.closing = False  # whether ranks that end were told to
         self._opening_s, self._deadline = opening_s, time.monotonic() + opening_s
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[Any] = []
         self._connections: list[Connection] = []
         self._reports: list[list[str]] = [[] for _ in configs]
         context = multiprocessing.get_context("spawn")
@@ -233,30 +193,27 @@ class Workers:
     def expect(self, report: str) -> None:
         """Wait until every rank has sent this report. Raises EngineError where one has failed instead, or has sent
         nothing when the time for opening is over."""
-        refusal = f"an engine of {self._size} ranks could not be opened"
         waiting = dict(zip(self._connections, range(len(self.processes)), strict=True))
         while waiting:
             found = wait(list(waiting), max(self._deadline - time.monotonic(), 0))
             if not found:
                 names = ", ".join(f"{self._name(i)} (process {self.processes[i].pid})" for i in waiting.values())
-                raise EngineError(
-                    f"{refusal}: {names} did not report {report!r} within {self._opening_s:g} s; if it is only slow, "
-                    f"set {OPENING} to more seconds"
-                )
+                raise EngineError(f"{names} did not report {report!r} within {self._opening_s:g} s")
             for connection in [each for each in waiting if each in found]:
                 number = waiting.pop(connection)
                 self._read(number)
                 if report not in self._reports[number]:
-                    raise EngineError(f"{refusal}: {self.find_failure() or self._name(number) + ' has ended'}")
+                    raise EngineError(self.find_failure() or f"{self._name(number)} has ended")
 
-    def ring(self) -> None:
-        """Tell every rank that calls follow. Raises OSError where one has ended."""
+    def send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Have every rank call a function of its engine. Raises OSError where one has ended."""
+        call = ForkingPickler.dumps((function, arguments))
         for connection in self._connections:
-            connection.send_bytes(b"")
+            connection.send_bytes(call)
 
     def lost(self) -> bool:
         """Whether a rank has ended that was not told to."""
-        return not self._closing and any(process.exitcode is not None for process in self.processes)
+        return not self.closing and any(process.exitcode is not None for process in self.processes)
 
     def find_failure(self, patience_s: float = _REPORT_S) -> str | None:
         """How ranks failed, as far as they say within that time; None where all still run."""
@@ -272,14 +229,10 @@ class Workers:
 
         def work() -> None:
             wait([process.sentinel for process in self.processes])
-            if not self._closing:
+            if not self.closing:
                 on_end()
 
         threading.Thread(target=work, name="ddtree-ranks", daemon=True).start()
-
-    def let_end(self) -> None:
-        """Ranks that end from now on were told to."""
-        self._closing = True
 
     def join(self) -> None:
         """Wait for the end of ranks that were told to, and end those that take too long."""
@@ -289,7 +242,7 @@ class Workers:
 
     def kill(self) -> None:
         """End all ranks now."""
-        self._closing = True
+        self.closing = True
         for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()
             process.join()

@@ -18,7 +18,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import StoredWeight
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.options import MAX_RANKS
+from ddtree_trt.runtime.options import MAX_RANKS, SPLIT
 
 
 class Shard:
@@ -138,7 +138,7 @@ def check_split(manifest: Manifest, size: int) -> None:
     sizes that do."""
     if manifest.drafting.drafts != "block":
         raise UsageError(
-            f"tensor_parallel_size {size} is for engines with a drafter of blocks, {manifest.name} has an "
+            f"{SPLIT} {size} is for engines with a drafter of blocks, {manifest.name} has an "
             f"{manifest.drafting.title}; leave it out"
         )
     reason = _obstacle(manifest.target_dims, size)
@@ -146,7 +146,7 @@ def check_split(manifest: Manifest, size: int) -> None:
         return
     fitting = [n for n in range(2, MAX_RANKS + 1) if _obstacle(manifest.target_dims, n) is None]
     advice = f"sizes that fit: {', '.join(map(str, fitting))}" if fitting else "no other size fits either: leave it out"
-    raise UsageError(f"tensor_parallel_size {size} does not fit {manifest.name}: {reason}; {advice}")
+    raise UsageError(f"{SPLIT} {size} does not fit {manifest.name}: {reason}; {advice}")
 
 
 def _obstacle(dims: TransformerDims, size: int) -> str | None:
