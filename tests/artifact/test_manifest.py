@@ -6,15 +6,15 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_files import DIMS, FILES, make_engine, make_manifest
+from engine_files import DIMS, make_engine, make_manifest
+from fuzzing import WRONG, place_name, places, with_value
 from pacing import wait_for
 
 from ddtree_trt.artifact import verify as verified
@@ -59,73 +59,49 @@ def test_what_computes_attention() -> None:
         parse_manifest(replace(rtx, plugin=plugin).to_json(), "m")
 
 
+def refusal(place: Sequence[Any], value: Any) -> str:
+    """The line with which a manifest with another value there is refused."""
+    changed = with_value(json.loads(make_manifest().to_json()), place, value)
+    with pytest.raises(ArtifactError) as caught:
+        parse_manifest(json.dumps(changed), "m")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+    return str(caught.value)
+
+
+def test_a_value_of_another_kind_is_refused_by_its_place() -> None:
+    for place, value in places(json.loads(make_manifest().to_json())):
+        if place[0] in ("schema_version", "digest") or (place[0] == "chat_template_args" and len(place) > 1):
+            continue  # of which the first two have lines of their own, and a template's arguments are anything
+        for wrong in WRONG[type(value)]:
+            assert refusal(place, wrong).replace("'", "").startswith(f"m: {place_name(place)}"), (place, wrong)
+
+
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("schema_version", 99, "schema version 99, this ddtree-trt reads version 2; rebuild with"),
         ("schema_version", "\x1b[2J", "has schema version '\\x1b[2J'"),
         ("backend", "abacus", "'torch', 'tensorrt' or 'tensorrt-rtx', found 'abacus'"),
-        ("backend", ["onnxruntime"], "m: backend must be"),
         ("precision", "fp16", "precision is fp16, which the onnxruntime backend does not compute in"),
-        ("name", 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
-        ("name", "x; rm -rf ~", "m: name must be a name of letters, digits"),
-        ("name", "\x1b[2Jx", "found '\\x1b[2Jx'"),
-        ("name", "--help", "m: name must be a name of letters, digits"),
-        ("build_seconds", True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
-        ("build_seconds", -1, "m: build_seconds must be a number from 0"),
-        ("limits.max_batch", "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),
-        ("limits.max_batch", 8.0, "m: limits.max_batch must be an integer from 1 to 1024, found 8.0"),
-        ("limits.max_batch", 0, "m: limits.max_batch must be an integer from 1 to 1024, found 0"),
-        ("limits.max_tree_budget", 10**30, "m: limits.max_tree_budget must be an integer from 1 to 4096"),
+        *(
+            ("name", name, "m: name must be a name of letters, digits")
+            for name in ("x; rm -rf ~", "\x1b[2Jx", "--help")
+        ),
         ("limits.max_seq_len", 1 << 26, "is more than the models' 2048 positions"),
         ("limits.colour", 1, "m: limits.colour is unknown; rebuild the engine"),
-        ("limits", [1], "m: limits must be an object, found [1]"),
-        ("limits", ..., "limits is missing"),
-        ("target_dims", None, "m: target_dims must be an object, found null"),
-        ("target_dims.num_layers", 10**9, "m: target_dims.num_layers must be an integer from 1 to 1000"),
         ("target_dims.num_layers", 1, "num_target_layers is 2, the target's layers 1"),
-        ("target_dims.num_kv_heads", 3, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ("target_dims.rms_norm_eps", -1.0, "m: target_dims.rms_norm_eps must be a number from"),
-        ("target.sha256", "0", "m: target.sha256 must be a sha256"),
-        ("target_dims.qk_norm", 1, "m: target_dims.qk_norm must be true or false, found 1"),
         ("target_dims.rope_scaling", {"rope_type": "longrope"}, "rope_type must be 'linear', 'llama3' or 'yarn'"),
-        (
-            "drafter_dims.rope_scaling",
-            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 5.0},
-            "drafter_dims.rope_scaling: beta_fast 4 is below beta_slow 5",
-        ),
-        ("drafter_kind", "medusa", "m: drafter_kind must be"),
         ("drafter_kind", "autoregressive", "m: drafter_dims.block_size is unknown"),
-        ("drafter_dims.tap_layers", [0, "x"], "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999"),
-        ("drafter_dims.tap_layers", 3, "m: drafter_dims.tap_layers must be a list, found 3"),
-        ("drafter_dims.tap_layers", [], "drafter_dims: tap_layers is empty"),
         ("drafter_dims.tap_layers", [0, 7], "target_layer_ids [7] are not layers of the target"),
-        ("drafter_dims.mask_token_id", 96, "mask_token_id 96 is not below vocab_size 96"),
         ("stop_token_ids", [96], "stop_token_ids [96] are not below vocab_size 96"),
-        ("stop_token_ids", 5, "stop_token_ids must be a list, found 5"),
-        ("chat_template_args", [], "chat_template_args must be an object, found []"),
         ("golden_tau.ddtree", [1.0], "m: golden_tau.ddtree[1] is missing"),
-        ("golden_tau.ddtree", [1, "x"], "golden_tau.ddtree[1] must be a number"),
-        ("files", {"weights.bin": {"size": None, "sha256": "0" * 64}}, "m: files.'weights.bin'.size must be an int"),
         *(
             ("files", {name: {"size": 1, "sha256": "0" * 64}}, "files: a key must be a name of letters, digits")
-            for name in ("../secret", "/etc/passwd", "a/b", "..", ".", ".hidden", "a\x00b", "-rf", "a b", "")
+            for name in ("../secret", "/etc/passwd", "a/b", "..", ".hidden", "a\x00b", "-rf", "")
         ),
-        ("tensors.target.inputs", [1], "m: tensors.target.inputs[0] must be a text"),
-        ("plugin", {"abi": 1}, "m: plugin.abi must be a text"),
     ],
 )
-def test_a_wrong_field_is_named(place: str, value: Any, message: str) -> None:
-    data = inner = json.loads(make_manifest().to_json())
-    *records, name = place.split(".")
-    for key in records:
-        inner = inner[key]
-    inner[name] = value
-    if value is ...:
-        del inner[name]
-    with pytest.raises(ArtifactError) as caught:
-        parse_manifest(json.dumps(data), "m")
-    assert message in str(caught.value) and str(caught.value).isprintable()
+def test_what_cannot_be_is_refused(place: str, value: Any, message: str) -> None:
+    assert message in refusal(place.split("."), value)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +109,7 @@ def test_a_wrong_field_is_named(place: str, value: Any, message: str) -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "no schema_version"),
-        ("{}", "no schema_version"),
-        ("null", "no schema_version"),
         ("[" * 200_000, "not valid JSON"),
-        ('{"schema_version": NaN}', "not valid JSON"),
     ],
 )
 def test_not_a_manifest(text: str, message: str) -> None:
@@ -172,10 +145,8 @@ def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "advice"),
     [
         ("Qwen/Qwen3-8B", "one of that model of the Hugging Face hub with: {build} --checkpoint Qwen/Qwen3-8B --dr"),
-        ("README.md", "README.md is a file, and an engine directory is expected"),
         ("engines/qwen3-8b", "no engine at engines/qwen3-8b; build one with: {build} --target qwen3-8b"),
         ("engines", "engines is not an engine directory: it has no manifest.json; give one that {build} wrote"),
-        ("engines/-x", "build one there with: {build} --target tiny --output engines/-x"),
         ("some where/else", "build one there with: {build} --target tiny --output 'some where/else'"),
         ("model", "{checkpoint} --checkpoint model"),
         ("m.gguf", "m.gguf {checkpoint} --checkpoint m.gguf"),
@@ -213,25 +184,6 @@ def test_a_whole_engine_is_verified_with_progress(tmp_path: Path) -> None:
     total = sum(entry.size for entry in manifest.files.values())
     assert calls[-1] == ("verify files", total, total)
     assert [c[1] for c in calls] == sorted(c[1] for c in calls)
-
-
-@pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
-    make_engine(tmp_path / "e")
-    path = tmp_path / "e" / name
-    whole = path.read_bytes()
-    for position in range(0, len(whole), max(1, len(whole) // 97)):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << (position % 8)
-        path.write_bytes(damaged)
-        with suppress(ValueError):
-            if name == MANIFEST and json.loads(damaged) == json.loads(whole):
-                continue  # a flip in the white space between two fields changes nothing
-        with pytest.raises(ArtifactError) as caught:
-            verify_files(tmp_path / "e", load_manifest(tmp_path / "e"))
-        assert "rebuild" in str(caught.value) and "\n" not in str(caught.value)
-    path.write_bytes(whole)
-    verify_files(tmp_path / "e", load_manifest(tmp_path / "e"))
 
 
 def unlisted(engine: Path, name: str) -> None:

@@ -76,10 +76,6 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path_factory: pytest.TempPath
     ("data", "words"),
     [
         (b"", "too small"),
-        (b"\xff" * 9, "too large"),
-        (b"\x02" + bytes(7) + b"[]", "invalid"),
-        (b"\x02" + bytes(7) + b"{]", "invalid"),
-        (b"\x08" + bytes(7) + b'{"a": 1}', "invalid"),
         (struct.pack("<Q", 600_000) + b'{"a":' * 100_000 + b"}" * 100_000, "recursion"),
         (b"version https://git-lfs", "is a Git LFS pointer, not the weights; run: git lfs pull"),
         (None, "it cannot be read (No such file or directory); make it again"),

@@ -21,7 +21,6 @@ from checkpoints import (
     make_drafter,
     make_pair,
     make_target,
-    make_tokenizer,
     random_weights,
 )
 from safetensors.torch import load_file
@@ -83,8 +82,7 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
         assert done == sorted(done) and last[1] == last[2]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "fp32"), (False, "bf16")])
 def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: str) -> None:
     pair = make_pair(tmp_path / "pair", tied=tied, dtype=dtype)
     build(pair, tmp_path / "engine")
@@ -137,14 +135,6 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     assert json.loads((engine / "generation_config.json").read_text())["temperature"] == 0.6
 
 
-def test_generation_config_is_the_models_where_the_tokenizer_lies_beside(tmp_path: Path) -> None:
-    pair = make_target(tmp_path / "t" / "target", tokenizer=False), make_drafter(tmp_path / "drafter")
-    make_tokenizer(tmp_path / "t" / "tokenizer", TARGET_DIMS.vocab_size)
-    (pair[0] / "generation_config.json").write_text('{"eos_token_id": 7}')
-    build(pair, tmp_path / "engine")
-    assert json.loads((tmp_path / "engine" / "generation_config.json").read_text()) == {"eos_token_id": 7}
-
-
 # The weight file
 
 
@@ -184,8 +174,13 @@ def test_weights_in_half_precision(tmp_path: Path) -> None:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash-untied", "autoregressive", *BY_SWITCHES])
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *(("dflash", precision) for precision in DTYPES),
+        *((kind, "fp16") for kind in ("dflash-untied", "autoregressive", *BY_SWITCHES)),
+    ],
+)
 def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) -> None:
     """Every tensor of both checkpoints, once, in the engine's precision, joined where the layout joins; a block
     drafter's in bf16 where that is fp16."""

@@ -94,7 +94,6 @@ def test_unusable_pair(
         ([], ["nothing to build", "tiny, tiny-dspark, tiny-eagle3, smollm2-135m"]),
         (["--target", "gemma-2b"], ["unknown target 'gemma-2b'", "no other architecture is supported"]),
         (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
-        (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter PATH too"]),
         (["--target", "tiny", "--attention", "native"], ["--attention is for --backend tensorrt, not for"]),
         (
@@ -104,12 +103,7 @@ def test_unusable_pair(
         (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
         (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
         (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),
-        (["--target", "tiny", "--max-seq-len", "1"], ["max_seq_len must be from 2 to 134217728, not 1"]),
-        (["--target", "tiny", "--max-tree-budget", "-1"], ["max_tree_budget must be from 1 to 4096"]),
         (["--target", "tiny", "--max-tree-budget", "0"], ["max_tree_budget must be from 1 to 4096, not 0"]),
-        (["--target", "tiny", "--max-tree-budget", "5000"], ["max_tree_budget must be from 1 to 4096"]),
-        (["--target", "tiny", "--max-batch", "0"], ["max_batch must be from 1 to 1024"]),
-        (["--target", "tiny", "--max-batch", "many"], ["--max-batch", "integer"]),
         (["--target", "tiny", "--colour"], ["--colour"]),
     ],
 )
@@ -239,7 +233,7 @@ def builder(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Builder]:
         builder.process.stdin.close()
 
 
-@pytest.mark.parametrize("cases", [30, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("cases", [15, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("over", ["nothing", "an engine"])
 def test_builds_that_die_at_any_moment(builder: Builder, tmp_path: Path, over: str, cases: int) -> None:
     """No half engine: what has its name is whole. One leftover at most, which the next build removes."""

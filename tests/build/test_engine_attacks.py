@@ -1,4 +1,4 @@
-"""What builds and engines withstand: death at any moment, edited manifests, links and paths that lead elsewhere."""
+"""What builds and engines withstand: edited manifests, links and paths that lead elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 import pytest
-from checkpoints import edit_json, make_pair
+from checkpoints import edit_json
 
 from ddtree_trt import LLM, AsyncLLM
 from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
@@ -28,14 +28,6 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.terminal import printing as terminal
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target, drafter = make_pair(tmp_path_factory.mktemp("pair"))
-    engine = target.with_name("engine")
-    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=engine))
-    return engine
 
 
 @pytest.fixture
@@ -115,8 +107,6 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[OrtEngine]:
     ("text", "memory"),
     [
         ("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore", True),
-        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.", True),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
         ("CUDA error: an illegal memory access was encountered", False),
     ],
 )

@@ -67,8 +67,7 @@ def converse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return run
 
 
-@pytest.mark.parametrize("method", ["ddtree", "ar"])
-@pytest.mark.parametrize("passes", [2, 5])
+@pytest.mark.parametrize(("method", "passes"), [("ddtree", 2), ("ar", 5)])
 def test_ctrl_c_ends_the_answer_alone(
     llm: LLM, converse: Converse, monkeypatch: pytest.MonkeyPatch, method: str, passes: int
 ) -> None:
@@ -178,13 +177,6 @@ def test_commands_that_change_the_answers(llm: LLM, converse: Converse) -> None:
     assert "\nanswers      4, of " in out and re.search(r"context +\d+ of 2048 tokens\n", out)
 
 
-def test_a_greedy_retry_says_that_it_changes_nothing(llm: LLM, converse: Converse) -> None:
-    out, err, prompts = converse(llm, "/stats", QUESTION, "/retry")
-    refused, note = err.splitlines()
-    assert refused.startswith("error: there are no figures before the first answer")
-    assert "/temperature 0.8" in note and out.count(ANSWER) == 2 and prompts[0] == prompts[1]
-
-
 # On a terminal
 
 READS = re.escape("\x1b[?2004h")  # the line editor is ready, and knows where pasted text begins and ends
@@ -224,10 +216,3 @@ def test_keys_of_a_chat(terminal: pexpect.spawn) -> None:
         terminal.expect(written)
     terminal.wait()
     assert terminal.exitstatus == 0
-
-
-def test_ctrl_c_at_the_prompt_ends_the_chat(terminal: pexpect.spawn) -> None:
-    terminal.send("\x03")
-    terminal.expect(pexpect.EOF)
-    terminal.wait()
-    assert terminal.exitstatus == 130 and "Traceback" not in terminal.before

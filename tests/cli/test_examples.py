@@ -14,9 +14,6 @@ from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import Examples, read_examples, required_examples
 from ddtree_trt.artifact.files import EXAMPLES
 from ddtree_trt.bench.measure import load_prompts
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.terminal.console import is_far
@@ -78,21 +75,6 @@ def test_a_damaged_file_is_refused(bare_engine: Path) -> None:
         read_examples(bare_engine)
 
 
-def test_engines_of_other_checkpoints_ship_none(tmp_path: Path) -> None:
-    """The preset's prompts are for its target."""
-    folder = PackagedSource("tiny/target").directory
-    compile_engine(BuildRequest(target="tiny", checkpoint=folder, output=tmp_path / "own"))
-    assert read_examples(tmp_path / "own") is None
-
-
-def test_presets_name_files_that_are_there() -> None:
-    folders = {preset.examples.directory for preset in PRESETS.values() if preset.examples}
-    assert len(folders) == 2
-    for folder in folders:
-        examples = read_examples(folder)
-        assert examples is not None and len(examples.prompts) >= 5
-
-
 def test_what_is_far(tiny_engine: Path, examples: Examples) -> None:
     codec = TextCodec(tiny_engine, {})
     held_out = [str(p.opening[0]["content"]) for p in load_prompts(["tiny"]) if isinstance(p.opening[0], dict)]
@@ -118,11 +100,3 @@ def test_the_hint_comes_once_and_where_it_belongs(cli: Cli, tiny_engine: Path, b
     (bare_engine / EXAMPLES).write_text('{"prompts": ["How do I prepare for a job interview?"], "knows": null}')
     vouch(bare_engine)
     assert cli("run", bare_engine, *asked)[::2] == (0, ""), "a model for any text has none"
-
-
-def test_a_chat_hints_once(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter((UNKNOWN, "/reset", UNKNOWN, "/exit"))
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    code, out, err = cli("run", tiny_engine, "--max-tokens", "4")
-    assert code == 0 and out.count("tokens/round") == 2 and err.count("hint: ") == err.count("\n") == 1

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,33 +41,3 @@ def test_it_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
         shown, *_ = re.split(r"  +", line.strip())
         assert shown == " / ".join([*flag.opts, *flag.secondary_opts])
     assert not re.search(r"<(?:bool|str|int|float)>", out)
-
-
-# Shell completion: the script that the program prints, in a real shell
-
-
-# What bash does at a Tab, without a terminal.
-TAB = """
-source ./script
-COMP_WORDS=({words}) COMP_CWORD=$(({count} - 1))
-_ddtree_trt_completion ddtree-trt
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-
-
-def test_commands_and_options_are_completed(tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-
-    def bash(script: str) -> str:
-        command = ["bash", "--norc", "--noprofile", "-c", script]  # the program asks its parent which shell it is
-        environment = {**os.environ, "PATH": path, "HOME": str(tmp_path)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
-
-    def offered(*words: str) -> set[str]:
-        return {*bash(TAB.format(words=" ".join(f"'{word}'" for word in words), count=len(words))).split()}
-
-    (tmp_path / "script").write_text(bash("ddtree-trt --show-completion; true"))
-    exports = offered("ddtree-trt", "export-")
-    assert {"build", "run", "serve"} <= offered("ddtree-trt", "")
-    assert {"export-trtllm", "export-triton"} <= exports and not {"build", "run"} & exports
-    assert "--prompt" in offered("ddtree-trt", "run", "--pro")

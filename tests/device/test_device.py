@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
-from fake_cuda import FakeCuda, cudaError_t
+from fake_cuda import FakeCuda
 
 from ddtree_trt.device import survey
 from ddtree_trt.device.cpu import read_cpu, usable_cores
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.libraries import (
-    call,
     cuda_bindings,
     cuda_versions,
     current_gpu,
-    import_package,
     import_tensorrt,
     version_text,
 )
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, survey_machine, torch_cuda
-from ddtree_trt.errors import EngineError, MissingDependency
+from ddtree_trt.errors import MissingDependency
 
 VERSION = "from typing import Optional\n__version__ = '2.13.0'\ndebug = False\ncuda: Optional[str] = {}\nhip = None\n"
 
@@ -50,11 +46,6 @@ def test_the_cuda_of_torch_is_read_without_importing_it(
     assert torch_cuda() == cuda
 
 
-def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert torch_cuda() is None
-
-
 def test_packages_are_imported_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bindings without their libraries, as pip can leave them, cannot be imported."""
     (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.11: no such file\\nmore')")
@@ -73,22 +64,6 @@ def test_packages_are_imported_where_there_is_a_gpu(tmp_path: Path, monkeypatch:
 
 
 # What CUDA and NVIDIA's packages say, as both halves of the project ask them
-
-
-@pytest.mark.parametrize(("found", "returned"), [((), None), ((7,), 7), ((1, 2), (1, 2))])
-def test_a_call_returns_what_is_beside_the_status(found: tuple[int, ...], returned: Any) -> None:
-    api = SimpleNamespace(cudaError_t=cudaError_t, function=lambda *given: (cudaError_t.cudaSuccess, *found))
-    assert call(api, "function", 5) == returned
-
-
-@pytest.mark.parametrize("text", [b"no CUDA-capable device is detected", "no CUDA-capable device is detected"])
-def test_a_refusal_names_function_status_and_reason(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    cuda.fail["cudaGetDeviceCount"] = cudaError_t.cudaErrorNoDevice
-    monkeypatch.setattr(FakeCuda, "cudaGetErrorString", lambda self, status: text)
-    with pytest.raises(EngineError) as caught:
-        current_gpu(cuda)
-    assert str(caught.value) == "cudaGetDeviceCount failed with cudaErrorNoDevice: no CUDA-capable device is detected"
 
 
 def test_the_current_gpu_and_versions_as_they_are_written() -> None:
@@ -114,26 +89,9 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
         import_tensorrt("it was built with another")
 
 
-def test_a_package_without_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> ModuleType:
-        raise OSError("libnvinfer.so.11: cannot open shared object file\nand more")
-
-    monkeypatch.setattr("ddtree_trt.device.libraries.importlib.import_module", broken)
-    with pytest.raises(MissingDependency) as caught:
-        import_package("tensorrt")
-    assert "(libnvinfer.so.11: cannot open shared object file)" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 # The processor as this process may use it
 
 
 def test_cores_are_those_of_this_process_where_the_system_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7} if process == 0 else set(), raising=False)
     assert usable_cores() == read_cpu().cores == 3
-
-
-def test_without_a_word_of_the_system_they_are_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert usable_cores() == read_cpu().cores == 6

@@ -22,7 +22,7 @@ from ddtree_trt.runtime.tree import token_chain
 from workbench.equal_bits import compare
 
 STEPS = 140
-CHAINS = ((2,), (5,), (9,), (17,), (33,), (129,), (1, 4, 2, 9, 17, 1, 1, 3))
+CHAINS = ((2,), (9,), (33,), (129,), (1, 4, 2, 9, 17, 1, 1, 3))
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
@@ -101,7 +101,7 @@ def test_a_cache_is_used_to_its_last_row(engine: OrtEngine) -> None:
         step(engine, tokens[:1], 1)
 
 
-@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 44))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 43))])
 def test_rows_beside_others_have_the_bits_of_single_tokens(directory: Path, seed: int) -> None:
     """Rounds of 1 to 8 slots with trees of 2 to 129 nodes behind prompts in chunks, on 1 to 4 threads: the deepest path
     of each tree, which is committed, is compared with its tokens one by one on one thread."""
@@ -130,6 +130,6 @@ def test_rows_beside_others_have_the_bits_of_single_tokens(directory: Path, seed
 def test_trees_give_the_bits_of_ar(directory: Path) -> None:
     """Random methods, budgets and batches."""
     with LLM(directory, threads=1) as llm:
-        *_, sums = compare(llm, CHATS[::9], 1500, length=60)
-    assert sums.tokens >= 1500 and sums.tokens > 2 * sums.rounds
+        *_, sums = compare(llm, CHATS[::9], 600, length=60)
+    assert sums.tokens >= 600 and sums.tokens > 2 * sums.rounds
     assert (sums.other_tokens, sums.other_rows) == (0, 0)

@@ -77,13 +77,12 @@ def expected(x: NDArray[np.float32], layers: list[Weights], experts: Experts) ->
     return rows, close
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-@pytest.mark.parametrize("seed", range(10))
-def test_random_networks(seed: int, normalised: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_random_networks(seed: int, tmp_path: Path) -> None:
     """Sizes that are multiples of nothing, rows from 1 to 257, and the same bits in every repetition."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 41))
-    experts = Experts(count, int(rng.integers(1, count + 1)) if seed % 2 else min(count, 8), normalised)
+    experts = Experts(count, int(rng.integers(1, count + 1)) if seed % 2 else min(count, 8), seed % 4 < 2)
     hidden, inner = (int(size) for size in rng.integers(1, 71, 2))
     layers = random_layers(rng, experts, hidden, inner)
     session = session_of(tmp_path, layers, experts, threads=1 + seed % 2)

@@ -22,8 +22,6 @@ from quantized import quantize
 from rounded_truth import RoundedTruth
 
 from ddtree_trt.artifact.files import TARGET_GRAPH
-from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -77,8 +75,7 @@ def rounded_rows(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.
     return np.rint(x.astype(np.float64) / largest * LARGEST).astype(np.int64), largest / np.float32(LARGEST)
 
 
-@pytest.mark.parametrize("head", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 17, 65])
+@pytest.mark.parametrize(("rows", "head"), [(1, False), (2, True), (17, False), (65, True)])
 def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
     rng = np.random.default_rng(rows)
     weight = rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)
@@ -109,28 +106,9 @@ def test_a_row_does_not_depend_on_the_others(width: int, how: dict[str, Any]) ->
     x[3] *= 1e6
     x[4] = 0
     single = np.concatenate([run(alone, row[None]) for row in x])
-    for count in (*range(2, 30), 70):
+    for count in (*range(2, 18), 70):
         np.testing.assert_array_equal(run(several, x[:count]), single[:count])
     assert not single[4].any()
-
-
-@pytest.mark.parametrize("width", [48, 576])
-def test_a_row_of_a_float_product_does_not_depend_on_the_others(width: int) -> None:
-    rng = np.random.default_rng(3)
-    weight = rng.standard_normal((width, width), dtype=np.float32)
-    g = Int8Graph("product", Memory())
-    g.input("x", "float32", [1, "R", width])
-    g.row_product("x", g.weight("weight", lambda: weight), "y")
-    g.output("y", "float32", [1, "R", width])
-    product = ort.InferenceSession(
-        g.model().SerializeToString(), session_options(1), providers=["CPUExecutionProvider"]
-    )
-    x = rng.standard_normal((17, width), dtype=np.float32)
-    together = run(product, x)
-    np.testing.assert_allclose(together, x @ weight, rtol=1e-4, atol=1e-4)
-    for rows in (1, 2, 9):
-        for first in range(0, len(x) - rows + 1, rows):
-            np.testing.assert_array_equal(run(product, x[first : first + rows]), together[first : first + rows])
 
 
 def test_fine_outputs_have_no_error_of_their_weights() -> None:
@@ -145,7 +123,7 @@ def test_fine_outputs_have_no_error_of_their_weights() -> None:
     assert np.abs(plain - of_rows)[:, -8:].max() > 10 * np.abs(found - of_rows)[:, -8:].max()
 
 
-@pytest.mark.parametrize(("width", "share"), [(128, 0.5), (192, 0.5), (72, 0.7)])
+@pytest.mark.parametrize(("width", "share"), [(192, 0.5), (72, 0.7)])
 def test_rows_of_swiglu_keep_their_small_values(width: int, share: float) -> None:
     """One value thirty times larger than the others costs at most that share of what it does in a plain product."""
     rng = np.random.default_rng(width)
@@ -226,15 +204,6 @@ def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:
     engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
     follow(engine, Truth(target, engine.manifest.drafting.dims.tap_layers))
     assert min(errors.rows) > 1e-2
-
-
-def test_the_manifest_says_so(tmp_path: Path) -> None:
-    target, drafter = make_pair(tmp_path / "pair")
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
-    manifest = compile_engine(request)
-    assert manifest == load_manifest(tmp_path / "e")
-    assert manifest.precision == "int8" and manifest.backend == "onnxruntime"
-    assert "--backend onnxruntime --precision int8" in rebuild_command(tmp_path / "e", manifest)
 
 
 @pytest.fixture

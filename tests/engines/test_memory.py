@@ -26,9 +26,6 @@ from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.build.graph.lowering_tensorrt import PluginGraph
-from ddtree_trt.build.graph.networks import build_target_graph
-from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.cli import app
 from ddtree_trt.device import buffers as places
 from ddtree_trt.device.buffers import (
@@ -36,13 +33,11 @@ from ddtree_trt.device.buffers import (
     CacheShape,
     Layout,
     Rows,
-    captured_passes,
     tensorrt_buffers,
     with_aligned_slots,
 )
-from ddtree_trt.device.gpus import Gpu, find_gpus
-from ddtree_trt.device.memory import CAPTURED_LAYER_BYTES, MemoryPlan, plan_engine
-from ddtree_trt.doctor import diagnose
+from ddtree_trt.device.gpus import Gpu
+from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.inspection import inspect_engine
@@ -63,7 +58,6 @@ def test_the_cache_of_a_known_model() -> None:
     assert plan.place == "GPU"
     parts = (plan.weights_bytes, plan.kv_bytes_all_slots, plan.buffers_bytes, plan.workspace_bytes)
     assert plan.total_bytes == sum(parts)
-    assert plan.to_dict() == {**vars(plan), "kv_bytes_all_slots": parts[1], "total_bytes": sum(parts)}
 
 
 dims = st.builds(
@@ -114,34 +108,6 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
     assert buffers[places.LOGITS] == 4 * 257 * 151936 * 4
 
 
-def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
-    drafter = TransformerDims(151936, 1024, 28, 16, 8, 128, 3072, 1e-6, 1e6, 40960)
-    buffers = tensorrt_buffers(TARGET, drafter, LIMITS, 2)
-    plan = plan_engine("tensorrt", "bf16", TARGET, drafter, LIMITS, 0)
-    tables = [places.EMBEDDING, places.DRAFTER_EMBEDDING, places.HEAD, places.DRAFTER_HEAD]
-    assert sum(buffers[name] for name in tables) == 151936 * (4096 + 1024) * (2 + 4)
-    assert plan.weights_bytes == 151936 * (4096 + 1024) * 4
-    caches = buffers[places.TARGET_KV] + buffers[places.DRAFTER_KV]
-    assert caches == plan.kv_bytes_all_slots
-    assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
-    assert buffers[places.DRAFT_LOGITS] == 4 * 151936 * 4
-    assert not {places.TAPS, places.STATES, places.CONTEXT} & set(buffers)
-
-
-def test_the_plan_counts_the_passes_that_are_kept_captured() -> None:
-    """Of 17 sizes of trees and 5 of contexts, for 1 to 4 slots, or with native attention for their 10 ranges. There are
-    never more than 256 of a network."""
-    plugin, native = (
-        plan_engine("tensorrt", "bf16", TARGET, DRAFTER, LIMITS, 0, native=native).workspace_bytes
-        for native in (False, True)
-    )
-    assert native - plugin == (17 * (10 - 4) * 36 + 5 * (10 - 4) * 5) * CAPTURED_LAYER_BYTES
-    limits = dataclasses.replace(LIMITS, max_batch=64)
-    assert captured_passes(17, 64, neighbours=True) == captured_passes(17, 64, neighbours=False) == 256
-    assert plan_engine("tensorrt", "bf16", TARGET, DRAFTER, limits, 0).workspace_bytes > 256 * 41 * CAPTURED_LAYER_BYTES
-    assert plan_engine("tensorrt-rtx", "bf16", TARGET, DRAFTER, LIMITS, 0).workspace_bytes == native
-
-
 @given(dims, dims, limits, st.sampled_from((2, 4)))
 def test_slots_of_native_attention_begin_where_tensorrt_takes_them(
     target: TransformerDims, drafter: TransformerDims, limits: Limits, size: int
@@ -157,14 +123,6 @@ def test_slots_of_native_attention_begin_where_tensorrt_takes_them(
     assert (wider == limits) == (aligned(limits) or limits.max_batch == 1)
     rows = range(limits.max_tokens_per_pass + 1, wider.max_tokens_per_pass)
     assert not any(aligned(dataclasses.replace(limits, prefill_chunk=chunk)) for chunk in rows)
-
-
-def test_a_pass_takes_all_slots_on_a_cpu_too() -> None:
-    on_cpu, on_gpu = (plan_engine(b, "fp32", TARGET, DRAFTER, LIMITS, 0) for b in ("onnxruntime", "torch"))
-    assert (on_cpu.place, on_gpu.place) == ("host", "device")
-    waiting = LIMITS.max_batch * DRAFTER.block_size * len(DRAFTER.tap_layers) * TARGET.hidden_size * 4
-    assert on_cpu.buffers_bytes + waiting == on_gpu.buffers_bytes  # states that wait for the drafter
-    assert on_cpu.kv_bytes_all_slots == on_gpu.kv_bytes_all_slots
 
 
 # --dry-run
@@ -229,31 +187,6 @@ def test_dry_run_counts_quantised_weights_as_they_are_stored(algorithm: str, tmp
     assert dry_run(plain).memory.weights_bytes == before
 
 
-def test_the_plan_of_a_quantised_target_is_what_its_graph_holds(tmp_path: Path) -> None:
-    """Against the weights that are written for the parser, rotary tables, norms in float32 and padding aside."""
-    target = load_checkpoint(quantize(make_pair(tmp_path / "pair")[0], "W4A16_AWQ"))
-    with WeightFile(tmp_path / "weights.bin") as sink:
-        limits = Limits(max_seq_len=64, max_tree_budget=8)
-        g = PluginGraph("target", sink, "bfloat16")
-        build_target_graph(g, target.dims, target.tensor, tap_layers=(0,), limits=limits, tied=True, quantized=target)
-    dims = target.dims
-    norms = dims.num_layers * (2 * dims.hidden_size + 2 * dims.head_dim) + dims.hidden_size
-    tables = limits.cache_rows * dims.head_dim * 4
-    embedding = 2 * dims.vocab_size * dims.hidden_size  # an input of the plan
-    assert target.stored_bytes(2) == sink.size - tables - 2 * norms + embedding
-
-
-def test_dry_run_checks_the_request() -> None:
-    for args, words in (
-        (("--dry-run", "--max-batch", 0), "max_batch must be from 1 to 1024"),
-        (("--dry-run", "--backend", "tensorrt", "--precision", "fp32"), "'fp32' is not available"),
-        (("--json",), "--json is for --dry-run"),
-    ):
-        shown = run("build", "--target", "tiny", *args)
-        assert shown.returncode == 2
-        assert words in shown.stderr
-
-
 def gpu(monkeypatch: pytest.MonkeyPatch, mib: str) -> None:
     monkeypatch.setattr(dryrun, "find_gpus", lambda: (Gpu("Pretended GPU", "580.1", f"{mib}", "9.0"),))
 
@@ -280,24 +213,6 @@ def test_what_cannot_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPat
     assert "of the GPU's memory, which has 0.0 GB" in shown.stderr
     gpu(monkeypatch, "unknown")
     assert run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run").returncode == 0
-
-
-def test_a_gpus_memory_as_nvidia_smi_says_it() -> None:
-    assert Gpu("x", "1", "143771 MiB", "9.0").memory_bytes == 143771 << 20
-    assert Gpu("x", "1", "[N/A]", "9.0").memory_bytes is None
-    assert all(g.memory_bytes is None or g.memory_bytes > 0 for g in find_gpus())
-
-
-def test_doctor_weighs_the_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = {check.name for check in diagnose().checks}
-    assert "newest engine" not in names
-    target, drafter = make_pair(tmp_path / "pair")
-    compile_engine(BuildRequest(target="x", checkpoint=target, drafter=drafter))
-    (check,) = (check for check in diagnose().checks if check.name == "newest engine")
-    assert check.found
-    assert check.detail.startswith("engines/x takes about 0.0")
-    assert {c.name for c in diagnose().checks} == names | {"newest engine"}
 
 
 @pytest.mark.parametrize("tied", [True, False])

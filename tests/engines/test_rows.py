@@ -94,11 +94,6 @@ def test_lazy_rows_fetch_what_is_read() -> None:
         np.asarray(rows, copy=False)
 
 
-def test_no_rows_fetch_nothing() -> None:
-    rows: Any = LazyRows(0, 3, lambda *_: pytest.fail("there is nothing to fetch"))
-    assert np.asarray(rows).shape == (0, 3) and list(rows) == []
-
-
 def test_the_cache_is_never_overrun(tmp_path: Path) -> None:
     """A draft that would write behind the cache's last row is refused, to the row."""
     engine = build_engine(*make_pair(tmp_path), tmp_path / "engine", max_batch=1)

@@ -40,11 +40,6 @@ def engine(request: pytest.FixtureRequest, built: Path, machine: Machine) -> Ite
     del engine
 
 
-def test_the_directory_is_whole(built: Path, manifest: Manifest, machine: Machine) -> None:
-    verify_files(built, manifest)
-    assert manifest.toolchain["sm"] == str(machine.gpu.sm) and manifest.toolchain["tensorrt"] == machine.trt.__version__
-
-
 def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[str, Any], manifest: Manifest) -> None:
     import tensorrt as trt
 

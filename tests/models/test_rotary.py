@@ -20,10 +20,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA31 = {**LLAMA3, "original_max_position_embeddings": 8192}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 GRID: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 1.0},
     {"rope_type": "linear", "factor": 8},
     LLAMA31,
-    {**LLAMA31, "factor": 32.0},
     {**LLAMA3, "original_max_position_embeddings": 64, "low_freq_factor": 2.0, "high_freq_factor": 2.5},
     LLAMA3,  # the positions of training are max_position_embeddings
     YARN,
@@ -34,7 +32,6 @@ GRID: list[dict[str, Any]] = [
     {**YARN, "attention_factor": 1.25, "mscale": 2.0, "mscale_all_dim": 1.0},
     {**YARN, "beta_fast": 8, "beta_slow": 2.5, "truncate": False},
     {**YARN, "original_max_position_embeddings": 16, "beta_fast": 64.0},  # the ramp leaves the head at both ends
-    {**YARN, "original_max_position_embeddings": 4, "factor": 1.0},
 ]
 SIZES = [(128, 1e6, 40960), (64, 5e5, 131072), (16, 1e4, 256)]  # head_dim, theta, positions
 
@@ -53,8 +50,9 @@ def read(path: Path, rope: dict[str, Any], head_dim: int, theta: float, position
     return read_config(path).dims
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type"])
-@pytest.mark.parametrize("size", SIZES, ids=["qwen3", "llama", "tiny"])
+@pytest.mark.parametrize(
+    ("size", "spelling"), [*zip(SIZES, ("rope_parameters", "rope_scaling", "type"), strict=True)], ids=str
+)
 @pytest.mark.parametrize("rope", GRID, ids=[f"{i}-{rope['rope_type']}" for i, rope in enumerate(GRID)])
 def test_scaled_frequencies_are_those_of_transformers(
     tmp_path: Path, rope: dict[str, Any], size: tuple[int, float, int], spelling: str
@@ -74,7 +72,6 @@ def test_scaled_frequencies_are_those_of_transformers(
         (YARN, 131072),  # config.json's 40960 were left as they are
         ({**YARN, "factor": 1.0}, 40960),
         ({**YARN, "original_max_position_embeddings": 40960}, 163840),
-        ({"rope_type": "yarn", "factor": 4.0}, 163840),
         (LLAMA31, 40960),
         ({"rope_type": "linear", "factor": 4.0}, 40960),
     ],
@@ -91,24 +88,18 @@ def test_the_positions_a_scaling_is_made_for(tmp_path: Path, rope: dict[str, Any
             "rope_scaling.rope_type is 'longrope', which is not implemented; only 'default' or 'linear' or 'llama3' or "
             "'yarn' is",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic', which is not"),
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type is 'proportional'"),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [8]}}, "rope_scaling.type is 'mrope'"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "type is 'linear', rope_type 'yarn'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has no factor"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor must be a number from 1 to"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 1}}, "rope_scaling.beta_fast is 1, which"),
         ({"rope_scaling": {**YARN, "extrapolation_factor": 1.0}}, "rope_scaling.extrapolation_factor is 1.0, which"),
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "rope_scaling: beta_fast 1 is below beta_slow 2"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor 4 is not above low_freq_factor 4"),
-        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "has no low_freq_factor"),
-        ({"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling.truncate must be true or false, found 1"),
         ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta 1 is not above 1, as rope_type 'yarn' needs"),
         ({"rope_scaling": {**YARN, "factor": 10000.0}}, "made for 327680000 positions, more than are supported"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "state different scalings: which is it?"),
-        ({"rope_scaling": {"rope_type": 4}}, "rope_scaling.rope_type is 4, which is not implemented"),
     ],
 )
 def test_what_is_not_implemented_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:

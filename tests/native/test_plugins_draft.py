@@ -46,14 +46,14 @@ def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (3 * rng.standard_normal(shape) - 20).astype(np.float32)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 31, 127, 128, 129, 4097, 49152])
+@pytest.mark.parametrize("vocabulary", [1, 31, 128, 129, 49152])
 def test_candidates_are_the_reference(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     sizes = {1, 2, 3, 16, 63, 64, 65, 256, vocabulary - 1, vocabulary}
     check(random(rng, 3, vocabulary), *(k for k in sizes if 1 <= k <= min(vocabulary, MOST)))
 
 
-@pytest.mark.parametrize("k", [1, 15, 64, 1024, MOST])
+@pytest.mark.parametrize("k", [1, 64, MOST])
 def test_candidates_of_a_whole_vocabulary(k: int) -> None:
     """151,936 tokens in 1,187 tiles, more or fewer than the candidates; and as many as make tiles of two strips."""
     rng = np.random.default_rng(k)
@@ -61,18 +61,13 @@ def test_candidates_of_a_whole_vocabulary(k: int) -> None:
         check(random(rng, 1, vocabulary), k)
 
 
-@pytest.mark.parametrize("k", [1, 7, 40, 300])
+@pytest.mark.parametrize("k", [7, 300])
 def test_equal_logits_are_in_the_order_of_their_ids(k: int) -> None:
     """Rows of few values, of one value, and of zeros of both signs: whole tiles are equal, and only ids decide."""
     rng = np.random.default_rng(k)
     few = rng.choice(np.array([-3.0, -1.5, 0.0, 2.0], np.float32), (2, 9000), p=[0.4, 0.3, 0.29, 0.01])
     zeros = rng.choice(np.array([-0.0, 0.0], np.float32), (1, 9000))
     check(np.concatenate([few, zeros, np.full_like(zeros, 5)]), k)
-
-
-def test_the_largest_may_all_lie_in_one_tile() -> None:
-    rising = np.arange(20_000, dtype=np.float32)[None] / 100
-    check(np.concatenate([rising, rising[:, ::-1], random(np.random.default_rng(0), 1, 20_000)]), 1, 100, 128, 129)
 
 
 def test_logits_of_any_size() -> None:
@@ -122,10 +117,7 @@ def test_nothing_outside_is_read_or_written(at_end: bool) -> None:
     ("fields", "text"),
     [
         ({"candidates_k": 0}, "extent"),
-        ({"candidates_k": 11}, "extent"),
         ({"candidates_k": MOST + 1, "vocabulary": 10_000}, "extent"),
-        ({"vocabulary": -1}, "extent"),
-        ({"rows": -1}, "extent"),
         ({"logits": None}, "pointer"),
         ({"ids": None}, "pointer"),
     ],

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -77,34 +76,6 @@ def search(pattern: str, text: str) -> str:
     found = re.search(pattern, text, re.DOTALL)
     assert found is not None, pattern
     return found[1]
-
-
-def enum_names(source: str, kind: str) -> list[str]:
-    body = search(rf"enum {kind} {{([^}}]*)}}", (SOURCES / "trt" / source).read_text())
-    return [name.strip() for name in body.split(",")]
-
-
-def camel(name: str) -> str:
-    return "k" + name.title().replace("_", "")
-
-
-@pytest.mark.parametrize(
-    ("header", "inputs", "outputs"),
-    [
-        ("attention_plugin.h", plugins.AttentionInput, plugins.AttentionOutput),
-        ("compact_plugin.h", plugins.CompactInput, plugins.CompactOutput),
-    ],
-)
-def test_tensor_positions_are_those_of_the_plugins(header: str, inputs: type[Enum], outputs: type[Enum]) -> None:
-    assert [*(camel(m.name) for m in inputs), "kInputs"] == enum_names(header, "Input")
-    assert [*(camel(m.name) for m in outputs), "kOutputs"] == enum_names(header, "Output")
-
-
-def test_every_kernel_is_in_the_list_all_builds_read() -> None:
-    kernels = SOURCES / "kernels"
-    assert (kernels / "sources.txt").read_text().split() == sorted(path.name for path in kernels.glob("*.cu"))
-    readers = ["CMakeLists.txt", "tests/gpu_build.sh"]
-    assert all("kernels/sources.txt" in (SOURCES / reader).read_text() for reader in readers)
 
 
 def test_every_kernel_waits_and_then_lets_the_next_begin() -> None:
@@ -195,11 +166,6 @@ def test_exactly_two_symbols_and_nothing_of_tensorrt(plugin_library: Path) -> No
     undefined = nm(plugin_library, "--undefined-only")
     assert undefined
     assert not [name for name in undefined if "nvinfer" in name or "Infer" in name or name.startswith("cuda")]
-
-
-def test_the_torch_operators_leak_no_symbols() -> None:
-    names = nm(built(library.TORCH), "--defined-only")
-    assert all(name.startswith("ddtree_") for name in names if name.startswith(("cuda", "ddtree")))
 
 
 def test_the_library_carries_its_abi(plugin_library: Path) -> None:

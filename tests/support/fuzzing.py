@@ -9,6 +9,7 @@ import copy
 import json
 import random
 import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,35 @@ def mutate_json(text: str, rng: random.Random) -> bytes:
     if rng.random() < 0.05:
         text = text.replace("{", '{"twin": 1, "twin": 2, ', 1)
     return text.encode("utf-8", "surrogatepass")
+
+
+# What stands in place of a value of its kind and cannot be right.
+WRONG: dict[type, list[Any]] = {
+    **{bool: [1, "x"], int: ["8", 8.5, True, -1, 10**30], float: ["x", True, -1.0, 10**400]},
+    **{str: [5, ["x"]], list: [5, {}], dict: [[1], 5], type(None): [[7]]},
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value of a document, by the keys that lead to it."""
+    if path:
+        yield path, value
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield from places(below, (*path, key))
+
+
+def with_value(document: Any, place: Sequence[Any], value: Any) -> Any:
+    """A copy of a document with another value there."""
+    changed = inner = copy.deepcopy(document)
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return changed
+
+
+def place_name(place: Sequence[Any]) -> str:
+    """As messages name it: near.verify[0]."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)[1:]
 
 
 def _place(document: Any, rng: random.Random) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.models.decoder import language_model_shapes
 
 # What is read
 
@@ -47,28 +47,9 @@ def test_every_storage_form_gives_the_stored_values(tmp_path: Path, dtype: str, 
         np.testing.assert_allclose(got, values, rtol=tolerance, atol=1e-7 if dtype == "fp16" else 0)
 
 
-def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
-    """Every finite bfloat16, subnormals and both zeros included, is the float32 whose upper half it is."""
-    bits = np.arange(1 << 16, dtype=np.uint32)
-    finite = bits[(bits >> 7) & 0xFF != 0xFF] << 16
-    values = finite.astype(np.uint32).view(np.float32)
-    make_target(tmp_path, vocab_size=len(values) // 32, hidden_size=32)
-    weights = random_weights(language_model_shapes(load_checkpoint(tmp_path).dims, tied=True), seed=0)
-    weights[EMBEDDING] = values.reshape(-1, 32)
-    write_safetensors(tmp_path / "model.safetensors", weights, "bf16")
-    got = load_checkpoint(tmp_path).tensor(EMBEDDING)
-    np.testing.assert_array_equal(got.view(np.uint32).reshape(-1), finite)
-
-
-@pytest.mark.parametrize(
-    ("target_layers", "draft_layers", "expected"),
-    [(36, 5, (1, 9, 17, 25, 33)), (36, 1, (18,)), (28, 5, (1, 7, 13, 19, 25)), (48, 8, (1, 7, 14, 20, 26, 32, 39, 45))],
-)
-def test_default_tap_layers(target_layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
-    assert default_tap_layers(target_layers, draft_layers) == expected
-
-
 def test_tap_layers_default_when_the_config_names_none(tmp_path: Path) -> None:
+    assert default_tap_layers(36, 5) == (1, 9, 17, 25, 33) and default_tap_layers(36, 1) == (18,)
+    assert default_tap_layers(48, 8) == (1, 7, 14, 20, 26, 32, 39, 45)
     make_drafter(tmp_path, tap_layers=(1, 4), num_target_layers=7, config={"dflash_config": {"mask_token_id": 3}})
     dims = load_checkpoint(tmp_path).dims
     assert isinstance(dims, DFlashDims) and dims.tap_layers == (1, 4)
@@ -116,11 +97,10 @@ def test_stop_tokens(tmp_path: Path, generation: Any, config: Any, expected: tup
     assert load_checkpoint(tmp_path).stop_token_ids == expected
 
 
-@pytest.mark.parametrize("wrong", [{}, -1, 10**9])
-def test_stop_tokens_of_both_files_are_checked(tmp_path: Path, wrong: Any) -> None:
-    make_target(tmp_path, config={"eos_token_id": wrong})
+def test_stop_tokens_of_both_files_are_checked(tmp_path: Path) -> None:
+    make_target(tmp_path, config={"eos_token_id": -1})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
-    assert f"/config.json: eos_token_id must be an integer from 0 to 95, found {wrong}" in refusal(tmp_path)
+    assert "/config.json: eos_token_id must be an integer from 0 to 95, found -1" in refusal(tmp_path)
 
 
 def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path) -> None:
@@ -145,17 +125,10 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
 # What is refused
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_no_checkpoint_and_no_weights(tmp_path: Path) -> None:
     assert "no such directory" in refusal(tmp_path / "nowhere")
     assert "no config.json" in refusal(tmp_path)
-
-
-# What is refused: weight files
-
-
-def test_no_weights(tmp_path: Path) -> None:
-    make_target(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
+    (make_target(tmp_path) / "model.safetensors").unlink()
     assert "has no model.safetensors" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     assert "found pytorch_model.bin: convert it" in refusal(tmp_path)
@@ -180,9 +153,6 @@ def test_shapes_and_names_are_checked_before_any_tensor_is_read(tmp_path: Path) 
     ("change", "message"),
     [
         (lambda data: data[:-4], "the file is damaged or cut short"),
-        (lambda data: data[:100], "the file is damaged or cut short"),
-        (lambda data: b"", "the file is damaged or cut short"),
-        (lambda data: data + b"junk", "the file is damaged or cut short"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (lambda data: data.replace(b'"F32","shape":[32]', b'"F64","shape":[16]'), "is stored as F64; supported"),
     ],
@@ -212,8 +182,7 @@ def test_incomplete_shards(tmp_path: Path) -> None:
     assert "is missing, but model.safetensors.index.json names it" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("bad", "dtype"), [(np.nan, "fp32"), (np.inf, "fp16"), (-np.inf, "bf16")])
 def test_weights_that_are_not_finite(tmp_path: Path, bad: float, dtype: str) -> None:
     make_target(tmp_path)
     weights = random_weights(language_model_shapes(TARGET_DIMS, tied=True), seed=0)
@@ -234,9 +203,6 @@ def test_a_file_that_shrinks_after_loading(tmp_path: Path) -> None:
         checkpoint.identify()
 
 
-# Pairs
-
-
 # Quantised checkpoints: what their tensors stand for, and what is refused by name
 
 
@@ -255,9 +221,7 @@ def test_other_quantisations_of_modelopt(tmp_path: Path, algorithm: str) -> None
     ("content", "message"),
     [
         ([], "hf_quant_config.json: it is not a JSON object but []"),
-        ({"quantization": "FP8"}, "hf_quant_config.json: quantization must be an object, found 'FP8'"),
         ({"group_size": 0}, "group_size must be an integer from 1 to 1048576, found 0"),
-        ({"group_size": "128"}, "group_size must be an integer from 1 to 1048576, found '128'"),
         ({"has_zero_point": True}, "has_zero_point is set, only symmetric quantisation can be read"),
         ({"exclude_modules": "lm_head"}, "exclude_modules must be a list, found 'lm_head'"),
     ],
@@ -313,18 +277,12 @@ _ONE, _HALVES = np.ones(1, np.float32), np.zeros((23, 32), np.uint8)
     [
         ("FP8", {"o_proj.weight_scale": None}, "o_proj.weight_scale must be one number, and it is missing"),
         ("FP8", {"down_proj.input_scale": np.ones(3, np.float32)}, "must be one number, and it has shape [3]"),
-        ("FP8", {"o_proj.weight": np.ones((32, 64), np.int8)}, "o_proj.weight is stored as I8"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.input_scale": None}, "input_scale must be one number, and it is missing"),
         ("W8A8_SQ_PER_CHANNEL", {"up_proj.weight_scale": _ONE}, "must be [48], and it has shape [1]"),
         ("W8A8_SQ_PER_CHANNEL", {"up_proj.weight_scale": np.ones(48, np.uint8)}, "weight_scale is stored as U8"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.pre_quant_scale": _ONE}, "must be [32], and it has shape [1]"),
         ("W8A8_SQ_PER_CHANNEL", {"up_proj.weight": np.ones((48, 31), np.int8)}, "shape [48, 31], its config.json"),
-        ("W8A16", {"up_proj.weight_scale": None}, "up_proj.weight_scale must be [48], and it is missing"),
         ("W8A16", {"q_proj.weight": np.zeros((32, 32), np.uint8)}, "is stored as U8, and the hf_quant_config.json"),
-        ("W4A16_AWQ", {"up_proj.weight_scale": None}, "up_proj.weight_scale must be [48, 2], and it is missing"),
         ("W4A16_AWQ", {"up_proj.weight_scale": np.ones((48, 4), np.float32)}, "must be [48, 2], and it has shape"),
         ("W4A16_AWQ", {"up_proj.weight": np.zeros((48, 32), np.uint8)}, "calls for [24, 32]"),
-        ("W4A16_AWQ", {"up_proj.pre_quant_scale": np.ones((32, 1), np.float32)}, "must be [32], and it has shape"),
     ],
 )
 def test_quantised_without_what_belongs_to_it(
@@ -345,11 +303,6 @@ def test_groups_that_do_not_come_out_even(tmp_path: Path) -> None:
     odd = make_target(tmp_path / "c", intermediate_size=47)
     quantize(odd, "W4A16_AWQ", weights="q_proj.weight", replace={"gate_proj.weight": _HALVES})
     assert "gate_proj.weight [47, 32] cannot be" in refusal(odd)
-
-
-def test_smoothing_where_there_is_none(tmp_path: Path) -> None:
-    smoothed = quantize(make_target(tmp_path), "W8A16", smooth=("o_proj",))
-    assert "o_proj.pre_quant_scale" in refusal(smoothed)
 
 
 @pytest.mark.parametrize("kind", ["weight_scale", "input_scale", "pre_quant_scale"])

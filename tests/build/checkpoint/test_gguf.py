@@ -24,8 +24,6 @@ from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.gguf import files
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint, load_config
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, QWEN3_5
 from ddtree_trt.models.rotary import inverse_frequencies
 
@@ -54,29 +52,8 @@ def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> No
         np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("Q8_0", 127), ("Q5_1", 31), ("Q4_1", 15), ("Q4_0", 8)])
-def test_quantised_tensors_are_within_half_a_step(
-    kind: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step is what separates the values of a block; Q4_0 has none at one end of its range, hence a whole one. Rows
-    are converted a few at a time."""
-    monkeypatch.setattr(files, "_ROWS_BYTES", 100)
-    family = LLAMA
-    plain, read = pair(tmp_path, kind, family=family)
-    for name in plain.shapes:
-        expected, found = plain.tensor(name), read.tensor(name)
-        if expected.ndim == 1:
-            np.testing.assert_array_equal(found, expected)
-            continue
-        blocks = expected.reshape(-1, 32)
-        spread = blocks.max(1) - blocks.min(1) if kind.endswith("_1") else np.abs(blocks).max(1)
-        step = spread[:, None] / steps
-        assert (np.abs(found.reshape(-1, 32) - blocks) <= step * (1.01 if kind == "Q4_0" else 0.51) + 1e-3).all(), name
-        assert (found != expected).any()
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q2_K", "IQ4_XS"])
-def test_types_of_large_blocks(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "scales"), [("Q4_K", (0, 2)), ("Q6_K", (208,))])
+def test_types_of_large_blocks(kind: str, scales: tuple[int, ...], tmp_path: Path) -> None:
     """Nothing at hand quantises to these, so their bytes are drawn; the file's own are compared with the package's."""
     directory = make_target(tmp_path / "target", **LARGE)
     number = gguf.GGMLQuantizationType[kind]
@@ -86,8 +63,7 @@ def test_types_of_large_blocks(kind: str, tmp_path: Path) -> None:
     drawn = {}
     for name, values in matrices.items():
         blocks = rng.integers(0, 256, (len(values), values.shape[1] // block, size), np.uint8)
-        scales = {"Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,)}[kind]  # float16, must be finite
-        for place in scales:
+        for place in scales:  # float16, must be finite
             blocks[..., place : place + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
         drawn[name] = blocks.reshape(len(values), -1)
     read = load_checkpoint(make_gguf(directory, tmp_path / "model.gguf", raw={n: (d, kind) for n, d in drawn.items()}))
@@ -96,19 +72,6 @@ def test_types_of_large_blocks(kind: str, tmp_path: Path) -> None:
             expected = gguf.dequantize(drawn[gguf_name(name)], number)
             np.testing.assert_array_equal(read.tensor(name), expected, err_msg=name)
             assert len(np.unique(expected)) > 10
-
-
-@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
-def test_transformers_reads_the_same(family: Any, tmp_path: Path) -> None:
-    """The test's own writer follows llama.cpp as transformers understands it, which takes no size of heads from files
-    of the Qwen families: they have its default, or what divides evenly."""
-    pytest.importorskip("accelerate", reason="transformers loads GGUF files with accelerate")
-    import transformers
-
-    _, read = pair(tmp_path, family=family, tied=False, hidden_size=64, head_dim=128 if family is QWEN3 else 16)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        np.testing.assert_array_equal(read.tensor(name), tensor.numpy(), err_msg=name)
 
 
 def test_layers_of_a_hybrid_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
@@ -153,8 +116,10 @@ def greedy(engine: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("family", "kind"), [(QWEN3, "F32"), (LLAMA, "Q8_0"), (LLAMA, "Q4_1"), (QWEN2, "Q8_0"), (QWEN3_5, "F32")], ids=str
 )
-def test_an_engine_of_the_same_weights(family: Any, kind: str, tmp_path: Path) -> None:
-    """Equal in its weights' bytes to that of a safetensors checkpoint of the dequantised values, and so in tokens."""
+def test_an_engine_of_the_same_weights(family: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal in its weights' bytes to that of a safetensors checkpoint of the dequantised values, converted a few rows
+    at a time, and so in tokens."""
+    monkeypatch.setattr(files, "_ROWS_BYTES", 100)
     directory = make_target(tmp_path / "target", family=family, tied=False, **SIZES)
     drafter = make_drafter(tmp_path / "drafter", family=QWEN3 if family.delta else family, **SIZES)
     file = make_gguf(directory, tmp_path / "model.gguf", kind)
@@ -181,15 +146,6 @@ def test_an_autoregressive_drafter(tmp_path: Path) -> None:
     assert manifest.drafter_kind == "autoregressive" and manifest.drafter.name == "small.gguf"
     assert build(target, small, tmp_path / "plain").files["weights.bin"] == manifest.files["weights.bin"]
     assert "--checkpoint FILE.gguf --drafter FILE.gguf" in rebuild_command(tmp_path / "read", manifest)
-
-
-def test_dry_run_and_inspect(tmp_path: Path) -> None:
-    target, drafter = make_target(tmp_path / "target", **SIZES), make_drafter(tmp_path / "drafter", **SIZES)
-    file = make_gguf(target, tmp_path / "model.gguf", "Q8_0")
-    plans = [dry_run(BuildRequest(target="mine", checkpoint=path, drafter=drafter)) for path in (target, file)]
-    assert plans[0].to_dict()["memory"] == plans[1].to_dict()["memory"]
-    build(file, drafter, tmp_path / "engine")
-    assert "model.gguf" in str(inspect_engine(tmp_path / "engine").to_dict())
 
 
 # Scaled positions: the config.json they stand for, transformers' frequencies, and what is refused
@@ -252,8 +208,6 @@ def test_metadata_is_its_configuration(family: Any, name: str, tmp_path: Path) -
     [
         {"type": "none", "factor": 4.0, "yarn_beta_fast": 8.0},
         {"type": "linear"},
-        {"type": "linear", "factor": 0.0, "original_context_length": 64},
-        {"factor": 1.0},
         {"type": "yarn", "factor": 1.0},
     ],
 )
@@ -290,14 +244,10 @@ def test_divisors_that_change_nothing(tmp_path: Path) -> None:
     [
         divisors(8.0, positions=4096),
         divisors(8.0)[:-1],
-        divisors(8.0)[::-1].copy(),
         np.where(np.arange(HEAD_DIM // 2) == 9, 1.1, 1) * divisors(8.0),
-        np.full(HEAD_DIM // 2, 8.0),
-        np.zeros(HEAD_DIM // 2),
         np.full(HEAD_DIM // 2, np.nan),
-        np.full(HEAD_DIM // 2, 0.5),
     ],
-    ids=["positions", "few", "reversed", "one-off", "linear", "zeros", "nan", "halves"],
+    ids=["positions", "few", "one-off", "nan"],
 )
 def test_other_divisors_are_refused(values: np.ndarray, tmp_path: Path) -> None:
     assert "rope_freqs.weight" in refusal(scaled(tmp_path, {}, divisors=values))
@@ -312,18 +262,12 @@ def test_two_scalings_are_refused(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"type": "longrope", "factor": 4.0}, "type' is 'longrope', which is not implemented; only linear and yarn"),
-        ({"type": 3}, "type' must be a text, found 3"),
-        ({"type": ["yarn"]}, "type' must be a text"),
         ({"type": "yarn"}, "it has no llama.rope.scaling.factor"),
         ({"type": "yarn", "factor": 0.5}, "rope.scaling.factor' must be a number from 1 to"),
-        ({"type": "linear", "factor": -2.0}, "rope.scaling.factor' must be a number from 1 to"),
-        ({"type": "linear", "factor": "4"}, "rope.scaling.factor' must be a number from 1 to"),
         ({"type": "linear", "factor": 4.0, "alpha": 2.0}, "rope.scaling.alpha' is 2.0, which is not implemented"),
         ({"type": "none", "attn_factor": 1.5}, "attn_factor' is 1.5, which is not implemented; only 1 is"),
-        ({"type": "yarn", "factor": 4.0, "original_context_length": 0}, "original_context_length' must be an integer"),
         ({"type": "yarn", "factor": 4.0, "yarn_beta_fast": 0.5}, "beta_fast 0.5 is below beta_slow 1"),
         ({"type": "yarn", "factor": 4.0, "attn_factor": 1.5}, "attn_factor' is 1.5, which is not implemented; only 1"),
-        ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 1.0}, "yarn_log_multiplier' is 1.0, which is not impl"),
         ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.0}, "yarn_ext_factor' is 0.0, which is not implemented"),
     ],
 )  # fmt: skip

@@ -23,19 +23,10 @@ from ddtree_trt.inspection import inspect_engine
 TOKENS = 64
 PROMPTS = [
     "What is the capital of France?",
-    "Write a haiku about rain.",
-    "List 3 fruits.",
-    "Rewrite politely: give me the report now.",
     "def fibonacci(n):",
     "What is 17 + 25?",
-    "Summarise: The meeting was moved from Monday to Thursday because the room was flooded.",
-    "What does HTTP stand for?",
-    "Tell me a joke about a cat.",
     "Correct the grammar: she go to school yesterday.",
-    "Make this shorter: I am writing to you in order to ask whether you would be able to help me.",
-    "Suggest a name for a small black dog.",
     "Write an SQL query that counts the rows of a table called users.",
-    "Turn into a question: The train leaves at nine.",
     "Café — naïve — 東京 — 🙂: repeat this.",
 ]
 

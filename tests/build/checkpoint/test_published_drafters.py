@@ -34,12 +34,6 @@ def read(path: Path, config: dict[str, Any]) -> DFlashDims | Eagle3Dims:
     return dims
 
 
-def test_fixtures_say_what_they_are() -> None:
-    assert all("eagle" in name or (each["checkpoint"] and each["source"]) for name, each in FIXTURES.items())
-    assert sum("read" in each for each in FIXTURES.values()) >= 18
-    assert all(("read" in each) != ("refused" in each) for each in FIXTURES.values())
-
-
 @pytest.mark.parametrize("name", sorted(FIXTURES))
 def test_a_published_drafter_is_read_or_refused_by_name(tmp_path: Path, name: str) -> None:
     config, expected = FIXTURES[name]["config"], FIXTURES[name].get("read")

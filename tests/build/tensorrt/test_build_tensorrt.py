@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import make_pair, make_target
+from hypothesis import given
+from hypothesis import strategies as st
 from plugin_libraries import ROOT, glue, lean_python
 from safetensors.torch import load_file
 from tensorrt_builds import DIMS, Machine, build
@@ -55,20 +56,13 @@ def test_the_engine_directory_of_the_tiny_pair(with_plugins: Machine, tmp_path: 
     }
     assert set(manifest.files) - TOKENIZER == {*PLANS, "shared.safetensors", "examples.json"}
     assert {p.name for p in engine.iterdir()} == {*manifest.files, "manifest.json"}
-    assert (engine / "target.plan").read_bytes().startswith(b"plan of token_ids")
-    assert {"token_ids", "positions", "slot_ids", "past_len", "tree_mask", "rows"} == {
-        name for name in manifest.tensors["target"]["inputs"][:-2] if not name.startswith("past_key.")
-    } - {name for name in manifest.tensors["target"]["inputs"] if name.startswith("past_value.")}
     for network in ("target", "drafter"):  # the head is an input of its own also where it is the embedding
         assert manifest.tensors[network]["inputs"][-2:] == ["embedding", "lm_head"]
     assert "tree_mask" not in manifest.tensors["drafter"]["inputs"]
-    commit = {"inputs": ["slot_ids", "past_len", "keep", "past_cache"], "outputs": ["present_cache"]}
-    assert manifest.tensors["compaction"] == commit
     assert with_plugins.fake is not None
     planes = 2 * manifest.target_dims.num_layers
     (shapes,) = (p.shapes for (p,) in with_plugins.fake.named("IBuilderConfig.add_optimization_profile")[2:])
     assert [dims[0] for dims in shapes["past_cache"]] == [1, 1, planes], "the builder tries the plugin on one plane"
-    assert manifest.tensors["drafter"]["outputs"][-2:] == ["log_probs", "candidates"]
     assert "--backend tensorrt --precision bf16 --output" in rebuild_command(engine, manifest)
     timings = engine.parent / "tensorrt-11.4.0.106-sm90.timing"
     assert sorted(engine.parent.iterdir()) == sorted([engine, timings]) and timings.read_bytes() == b"learnt timings"
@@ -211,21 +205,12 @@ def test_profiles_cover_every_limit() -> None:
     limits = Limits(max_tree_budget=40, prefill_chunk=256, max_batch=2)
     assert tensorrt_profiles.target_sizes(limits) == {"N": (1, 1, 2), "T": (1, 41, 256), "R": (1, 41, 512)}
     assert tensorrt_profiles.drafter_sizes(limits, 16) == {"N": (1, 1, 2), "C": (1, 8, 256), "C+block": (17, 24, 272)}
-    for limits in (Limits(), Limits(max_tree_budget=0, max_batch=1), Limits(max_tree_budget=4000, prefill_chunk=64)):
-        target, drafter = tensorrt_profiles.target_sizes(limits), tensorrt_profiles.drafter_sizes(limits, 16)
-        for smallest, tuned, largest in (*target.values(), *drafter.values()):
-            assert smallest <= tuned <= largest
-        assert target["T"][2] == max(1 + limits.max_tree_budget, limits.prefill_chunk)
-        assert drafter["C"][2] == max(limits.prefill_chunk, 16)
-        assert np.subtract(drafter["C+block"], drafter["C"]).tolist() == [16, 16, 16]
+    assert tensorrt_profiles.target_sizes(Limits(max_tree_budget=4000, prefill_chunk=64))["T"][2] == 4001
 
 
-@pytest.mark.parametrize("budget", [0, 256])
-def test_no_profile_is_larger_than_a_cache(budget: int) -> None:
+@given(st.builds(Limits, st.integers(2, 300), max_tree_budget=st.integers(0, 4000)))
+def test_profiles_rise_and_none_is_larger_than_a_cache(limits: Limits) -> None:
     """The plugin refuses a T that could not fit."""
-    for length in (2, 12, 300):
-        limits = Limits(max_seq_len=length, max_tree_budget=budget)
-        assert tensorrt_profiles.target_sizes(limits)["T"][2] <= limits.cache_rows
-        sizes = tensorrt_profiles.drafter_sizes(limits, 16)
-        assert sizes["C"][0] <= sizes["C"][1] <= sizes["C"][2]
-        assert sizes["C+block"][2] <= limits.cache_rows
+    target, drafter = tensorrt_profiles.target_sizes(limits), tensorrt_profiles.drafter_sizes(limits, 16)
+    assert all(list(sizes) == sorted(sizes) for sizes in (*target.values(), *drafter.values()))
+    assert max(target["T"][2], drafter["C+block"][2]) <= limits.cache_rows

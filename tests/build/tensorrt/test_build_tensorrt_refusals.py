@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,13 @@ from fake_cuda import cudaError_t
 from quantized import quantize
 from tensorrt_builds import DIMS, Machine, build, refused
 
-from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
 from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
 from ddtree_trt.drafters.dflash.dims import DFlashDims
-from ddtree_trt.errors import BuildError, MissingDependency, UsageError
+from ddtree_trt.errors import BuildError, DDTreeError, MissingDependency, UsageError
 from ddtree_trt.plugins import ABI
-
-PLUGIN: dict[str, Any] = {"attention": "plugin"}
 
 
 @pytest.fixture
@@ -34,16 +31,6 @@ def mine(tmp_path: Path) -> dict[str, Any]:
 
 
 # Plugins, through the fake
-
-
-def test_missing_plugin_library(machine: Machine, tmp_path: Path) -> None:
-    words = ["libddtree_plugins.so is not built", "run `make plugins`"]
-    refused(tmp_path, MissingDependency, *words, **PLUGIN)
-
-
-def test_stale_plugin_library(machine: Machine, tmp_path: Path) -> None:
-    machine.plugins.write_bytes(b"ddtree-plugin-abi=99;")
-    refused(tmp_path, MissingDependency, f"plugin ABI 99, this version needs {ABI}", **PLUGIN)
 
 
 def test_a_library_tensorrt_does_not_take(
@@ -118,42 +105,41 @@ def test_ctrl_c_while_tensorrt_works(machine: Machine, mine: dict[str, Any], tmp
 
 # Machines and pairs that cannot be used: refused before any work
 
-
-def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    refused(tmp_path, MissingDependency, "cannot import cuda.bindings.runtime", "pip install")
+PLUGIN: dict[str, Any] = {"attention": "plugin"}
+NO_DRIVER = {"cudaGetDeviceCount": cudaError_t.cudaErrorInsufficientDriver}
 
 
-@pytest.mark.parametrize("version", ["10.13.3.9", "11.0.0.1", "8.6.1", "12.0.0.1"])
-def test_another_tensorrt(machine: Machine, tmp_path: Path, version: str) -> None:
-    machine.module.__version__ = version
-    refused(tmp_path, MissingDependency, f"TensorRT {version} is installed", "needs 11.1 or newer below 12")
-
-
-@pytest.mark.parametrize("extra", ["tensorrt", "tensorrt-rtx"])
-def test_the_extra_installs_what_the_build_takes(extra: str) -> None:
-    """One range of releases: pip must not fetch what is refused with the advice to run pip."""
-    pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
-    (wanted,) = re.findall(rf'^{extra} = \["({extra}>=([\d.]+),<([\d.]+))", "cuda-python>=13,<14"\]$', pyproject, re.M)
-    lowest, below = (tuple(map(int, part.split("."))) for part in wanted[1:])
-    releases = BACKENDS[extra].releases
-    assert releases is not None and (lowest, below) == (releases[0], releases[1][:1])
-    assert extra != "tensorrt-rtx" or pyproject.count(f'"{wanted[0]}"') == 2, "tests have the same"
-
-
-def test_no_driver(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.fail["cudaGetDeviceCount"] = cudaError_t.cudaErrorInsufficientDriver
-    refused(tmp_path, BuildError, "cudaGetDeviceCount failed with cudaErrorInsufficientDriver", "driver")
-
-
-def test_no_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.count = 0
-    refused(tmp_path, BuildError, "CUDA sees none", "build on the machine with the GPU")
-
-
-def test_an_old_gpu(machine: Machine, tmp_path: Path) -> None:
-    machine.cuda.sm = 75
-    refused(tmp_path, BuildError, "compute capability 7.5, engines need 8.0 or newer")
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda m: None, MissingDependency, "libddtree_plugins.so is not built"),
+        (
+            lambda m: m.plugins.write_bytes(b"ddtree-plugin-abi=99;"),
+            MissingDependency,
+            f"ABI 99, this version needs {ABI}",
+        ),
+        (
+            lambda m: sys.modules.update({"cuda.bindings.runtime": None}),
+            MissingDependency,
+            "cannot import cuda.bindings",
+        ),  # type: ignore[dict-item]
+        (lambda m: setattr(m.module, "__version__", "11.0.0.1"), MissingDependency, "needs 11.1 or newer below 12"),
+        (lambda m: setattr(m.module, "__version__", "12.0.0.1"), MissingDependency, "TensorRT 12.0.0.1 is installed"),
+        (
+            lambda m: m.cuda.fail.update(NO_DRIVER),
+            BuildError,
+            "cudaGetDeviceCount failed with cudaErrorInsufficientDriver",
+        ),
+        (lambda m: setattr(m.cuda, "count", 0), BuildError, "CUDA sees none"),
+        (lambda m: setattr(m.cuda, "sm", 75), BuildError, "compute capability 7.5, engines need 8.0 or newer"),
+    ],
+)
+def test_machines(
+    machine: Machine, tmp_path: Path, change: Callable[[Machine], object], error: type[DDTreeError], words: str
+) -> None:
+    """`machine` takes back what is done to `sys.modules`."""
+    change(machine)
+    refused(tmp_path, error, words, **(PLUGIN if "ABI" in words or "built" in words else {}))
 
 
 def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
@@ -172,26 +158,17 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     refused(tmp_path / "2", UsageError, *words, **PLUGIN, **{**mine, **small})
 
 
-def test_windows_take_native_attention(with_plugins: Machine) -> None:
-    """The plugin has no windows: it is refused by name, and what chooses for the user takes TensorRT's own layers."""
+def test_what_the_plugin_lacks_takes_native_attention(with_plugins: Machine) -> None:
+    """It is refused by name, and what chooses for the user takes TensorRT's own layers."""
     plain = DFlashDims(96, 32, 2, 4, 2, 64, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
     target, with_plugin, either = (plain, *(TensorRtBuild(BuilderOptions(attention=a)) for a in ("plugin", "auto")))
     with_plugin.check((target, plain), "bf16")
     assert either.attention((target, plain)) == "plugin"
-    for windows in ((12, 12), (3, 0)):
-        pair = target, replace(plain, windows=windows)
-        with pytest.raises(UsageError, match="the drafter's sliding windows have no kernel; use --attention native"):
+    for pair, words in (
+        ((target, replace(plain, windows=(3, 0))), "the drafter's sliding windows have no kernel; "),
+        ((replace(plain, head_dim=32), plain), "heads of 32 values have no kernel.*"),
+    ):
+        with pytest.raises(UsageError, match=f"{words}use --attention native"):
             with_plugin.check(pair, "bf16")
         either.check(pair, "bf16")
         assert either.attention(pair) == "native"
-
-
-@pytest.mark.rtx
-def test_heads_without_a_kernel_of_ours_are_native(machine: Machine, tmp_path: Path) -> None:
-    machine.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
-    shape: dict[str, Any] = {**DIMS, "head_dim": 32, "num_layers": 1}
-    target, drafter = make_pair(tmp_path / "pair", **shape)
-    notes: list[str] = []
-    manifest = build(tmp_path / "e", notice=notes.append, target="mine", checkpoint=target, drafter=drafter)
-    assert manifest.attention == "native"
-    assert "our plugin is left out: heads of 32 values have no kernel, heads of 64 or 128 have" in notes[-1]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kernel_reference import compact
 from lowered import Session
 
-from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
@@ -74,10 +73,8 @@ def check(compaction: Compaction, slot: int, past: int, path: list[int]) -> None
 @pytest.mark.parametrize(
     ("past", "path"),
     [
-        (5, [0]),
         (5, [0, 2, 3]),
         (0, [1, 2, 3, 4, 5, 6]),
-        (0, [0, 1, 2, 3, 4, 5]),
         (24, [0, 15]),  # the last row that a tree can have
         (LAST - 5, [0, 1, 2, 3, 5]),  # the window ends with the cache
         (4, [0, 1, 3, 4, 5, 7, 9, 10, 11, 14, 15]),  # of several windows
@@ -98,21 +95,3 @@ def test_any_path(compaction: Compaction, data: st.DataObject, past: int, slot: 
 def test_the_window_is_the_longest_chain() -> None:
     assert window_rows(DRAFTER) == DRAFTER.block_size
     assert window_rows(TARGET) == 17  # an autoregressive drafter's longest chain and the root
-
-
-@pytest.mark.parametrize("floats", ["bfloat16", "float16"])
-def test_halves_are_moved_without_a_cast(floats: str) -> None:
-    for attention in ("native", "plugin"):
-        graph = compaction_graph(NO_WEIGHTS, SHAPE, floats, WINDOW, attention).graph
-        assert {o.type.tensor_type.elem_type for o in graph.output} == {getattr(onnx.TensorProto, floats.upper())}
-        casts = [node.output[0] for node in graph.node if node.op_type == "Cast"]
-        assert casts == (["start"] if attention == "native" else [])
-
-
-def test_our_plugin_is_the_only_layer() -> None:
-    graph = compaction_graph(NO_WEIGHTS, SHAPE, "bfloat16", WINDOW, "plugin").graph
-    (node,) = graph.node
-    assert (node.op_type, node.domain) == (plugins.COMPACT, plugins.NAMESPACE)
-    assert list(node.input) == [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]
-    assert [m.name.lower() for m in plugins.CompactInput] == list(node.input)
-    assert [m.name.lower() for m in plugins.CompactOutput] == list(node.output)

@@ -33,13 +33,11 @@ OWN = {"own_embedding": True, "own_head": True, "draft_vocab_size": 40}
 # Drafter → its fields, and the forms it is compiled in.
 DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, ("plugin", "native", "native-fp16-one-slot")),
-    "markov": ({"markov_rank": 16}, ("plugin", "native-fp16")),
-    "gated": ({"markov_rank": 16, "markov_gated": True}, ("plugin", "native-fp16")),
+    "gated": ({"markov_rank": 16, "markov_gated": True}, ("native-fp16",)),
     "dflash2": (
         {"selector": Selector(16, 8), "convolution": Convolution(2, 4), "logit_cap": 9.0, "embedding_scale": 0.5},
         ("plugin", "native-fp16"),
     ),
-    "windows and causal": ({"windows": (12, 3), "causal": (True, False)}, ("native",)),
     "own tables": ({**OWN, "anchor_first": True}, ("native",)),
     "mixed": (
         {"num_layers": 5, "windows": (12, 0, 12, 5, 0), "causal": (True, True, False, True, False), **OWN},
@@ -76,13 +74,12 @@ def test_target(form: str, tmp_path: Path) -> None:
     check_target(tmp_path, target_of(tmp_path, tied="fp16" not in form), FORMS[form])
 
 
-@pytest.mark.parametrize("form", ["plugin", "native"])
-@pytest.mark.parametrize("family", BY_SWITCHES)
+@pytest.mark.parametrize(("family", "form"), [*zip(BY_SWITCHES, ("plugin", "native"), strict=True)])
 def test_every_set_of_switches(form: str, family: str, tmp_path: Path) -> None:
     check_target(tmp_path, target_of(tmp_path, family=BY_SWITCHES[family]), FORMS[form])
 
 
-@pytest.mark.parametrize("form", ["native", "native-fp16", "native-fp16-one-slot"])
+@pytest.mark.parametrize("form", ["native", "native-fp16-one-slot"])
 def test_a_hybrid_and_its_commits(form: str, tmp_path: Path) -> None:
     """States are float32 inputs, which a commit updates as it does caches: it has no other way to write in place."""
     trt, target = rtx(), target_of(tmp_path, family=QWEN3_5, num_layers=4)
@@ -107,8 +104,7 @@ def test_a_hybrid_of_published_heads(tmp_path: Path) -> None:
         Lowered(tmp_path / name, target, drafter_of(tmp_path), name, form).compile()
 
 
-@pytest.mark.parametrize("form", ["plugin", "native-fp16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "form"), [*((case, "native-fp16") for case in CASES), ("FP8", "plugin")])
 def test_quantized_target(case: str, form: str, tmp_path: Path) -> None:
     algorithm, options = CASES[case]
     path = make_target(tmp_path / "t", **{**DIMS, "num_layers": 1})
@@ -131,7 +127,7 @@ def test_dflash_drafter(name: str, form: str, tmp_path: Path) -> None:
     assert ({names.UNARY, names.LEFT, names.RIGHT} <= set(outputs)) == (dims.pair_head is not None)
 
 
-@pytest.mark.parametrize("form", ["plugin", "native", "native-fp16-one-slot"])
+@pytest.mark.parametrize("form", ["plugin", "native-fp16-one-slot"])
 def test_autoregressive_drafter(form: str, tmp_path: Path) -> None:
     target = target_of(tmp_path)
     drafter = load_checkpoint(make_target(tmp_path / "a", tied="fp16" not in form, tokenizer=False, **DIMS))

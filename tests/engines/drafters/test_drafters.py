@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,36 +11,11 @@ from numpy.typing import NDArray
 
 from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.candidates import Marginals
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import TAIL, Drafter, check_up_to_date, draft_all, split
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.drafters import TAIL, check_up_to_date, draft_all, split
 from ddtree_trt.runtime.engines.passes import SlotLengths
 
 VOCAB, CHUNK = 11, 3
-
-
-class Recording(Drafter):
-    """Knows what it is told to know, and lists the batches it drafted for."""
-
-    def __init__(self, *known: int) -> None:
-        self._known, self.batches = known, []  # type: tuple[int, ...], list[list[int]]
-
-    def context_length(self, slot: int) -> int:
-        return self._known[slot]
-
-    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
-        raise AssertionError("nothing is committed here")
-
-    def truncate(self, slot: int, length: int) -> None:
-        raise AssertionError("nothing is forgotten here")
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.batches.append([r.slot for r in requests])
-        none = Marginals(np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
-        return [Draft(none) for _ in requests]
-
-    def warm_up(self, slot: int, budget: int) -> None:
-        raise AssertionError("nothing is captured here")
 
 
 def greedy(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
@@ -59,23 +33,14 @@ def lengths(*committed: int) -> SlotLengths:
     return target
 
 
-def test_a_batch_is_drafted_in_one_call() -> None:
-    drafter = Recording(3, 9, 5)
-    assert len(draft_all(drafter, lengths(3, 9, 5), [request(2), request(0)])) == 2
-    assert drafter.batches == [[2, 0]]
-
-
-def test_no_request_asks_nothing_of_the_drafter() -> None:
-    drafter = Recording()
-    assert draft_all(drafter, lengths(), []) == []
-    assert drafter.batches == []
-
-
 def test_nothing_is_drafted_unless_every_slot_can_be() -> None:
-    drafter = Recording(3, 8)
+    model = Sum(2)
+    drafter = AutoregressiveDrafter(model, CHUNK)
+    for slot, tokens in enumerate((3, 8)):
+        drafter.append_context(slot, np.ones(tokens, np.int64), None)
     with pytest.raises(EngineError, match=r"^slot 1 holds 9 tokens, the drafter was told of 8 of them$"):
         draft_all(drafter, lengths(3, 9), [request(0), request(1)])
-    assert drafter.batches == []
+    assert model.passes == [] and draft_all(drafter, lengths(3, 9), []) == []
     check_up_to_date(drafter, lengths(3, 9), 0)
 
 

@@ -142,16 +142,6 @@ def test_each_pass_expands_the_most_probable_of_the_last_level(bonus: int, width
     assert [set(paths_in(nodes)[nodes.first :]) for (nodes,) in network.expanded] == expected
 
 
-@given(st.integers(0, 500))
-def test_a_row_has_its_parent_and_depth(bonus: int) -> None:
-    _, network = drafted(bonus)
-    (nodes,) = network.expanded[-1]
-    paths = paths_in(nodes)
-    assert nodes.tree.depths.tolist() == [len(path) - 2 for path in paths]
-    for path, parent in zip(paths, nodes.tree.parents.tolist(), strict=True):
-        assert path[:-1] == (paths[parent] if parent >= 0 else (bonus,))
-
-
 def test_slots_grow_in_the_same_passes_until_each_ends() -> None:
     """By its length, or where nothing is possible; each with its own number of candidates."""
     asked = [request(3, slot=2), request(7, slot=0), DraftRequest(1, 5, 2, 2)]
@@ -226,11 +216,3 @@ def test_another_token_behind_a_row_is_an_error() -> None:
     drafter.draft([request(5)])
     with pytest.raises(EngineError, match="last row was made with token 5, and 6 follows"):
         drafter.append_context(0, np.array([6]), np.array([[30.0]]))
-
-
-def test_a_draft_needs_new_states() -> None:
-    drafter = EagleDrafter(Scripted(), 64, 64)
-    drafter.append_context(0, np.array([1]), np.array([[10.0]]))
-    drafter.draft([request(5)])
-    with pytest.raises(EngineError, match="slot 0 has no new target states to draft from"):
-        drafter.draft([request(5)])

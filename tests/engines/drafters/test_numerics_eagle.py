@@ -33,7 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "own-width": {"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
     "qwen2-whole-vocabulary": {"family": QWEN2, "draft_vocab_size": None, "tap_layers": (0, 2, 3, 5, 6)},
     "head-of-the-target": {"own_head": False, "draft_vocab_size": None},
-    "only-its-embedding": {"own_head": False, "draft_vocab_size": None, "own_embedding": True},
 }
 
 
@@ -130,8 +129,7 @@ PROMPTS = (1, Limits.prefill_chunk + 44, 7, 31, 2)  # tokens of each slot's: one
 SLOTS = len(PROMPTS)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-@pytest.mark.parametrize("kind", ["eagle3", "autoregressive"])
+@pytest.mark.parametrize(("kind", "precision"), [("eagle3", "int8"), ("autoregressive", "fp32")])
 def test_drafts_together_are_those_alone(tmp_path: Path, kind: str, precision: str) -> None:
     """Of any of the slots, behind contexts of any length, with their own lengths, candidates and draws."""
     target = make_target(tmp_path / "target", num_layers=8, max_positions=512)

@@ -10,23 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeCuda, cudaError_t
+from fake_cuda import cudaError_t
 from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Machine, generate
-from fake_trt_runtime import FakeContext, FakeTrt
-from kernel_reference import packed_mask
+from fake_trt_runtime import FakeContext
 from numerics import random_tree
 from real_builder import rtx
-from real_tensorrt import WrongCall
 
 from ddtree_trt.device.buffers import buckets
 from ddtree_trt.device.libraries import make_log
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.passes import pad_trees
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.outputs import RequestOutput
 
 # What a round asks of the device
 
@@ -72,35 +68,6 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
         assert draft == ["upload", "launch", "download", "wait"]
     assert moved
     assert not [name for name, *_ in log[start:] if name in ("malloc", "capture")]
-
-
-def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leaves nothing on the stream for the next stage's clock; without it a commit's work waits there."""
-    machine.store_profile()
-
-    def measure(profile: bool) -> tuple[RequestOutput, int, list[int]]:
-        """One request's output, the host's waits, and what was left on the stream after each step."""
-        left: list[int] = []
-        with LLM(machine.directory, exact_stage_times=profile) as llm:
-            engine, step = llm.engine, llm.core.scheduler.step
-
-            def watched() -> list[Any]:
-                moved = step()
-                left.append(machine.cuda.pending)
-                return moved
-
-            monkeypatch.setattr(llm.core.scheduler, "step", watched)
-            assert isinstance(engine, TrtEngine)
-            before = engine.waits
-            (output,) = generate(llm, PROMPTS[:1], method="ddtree", tree_budget=16)
-            return output, engine.waits - before, left
-
-    (plain, waits, left), (profiled, more, nothing) = measure(False), measure(True)
-    assert plain.outputs == profiled.outputs
-    metrics = profiled.metrics
-    chunks = -(-metrics.prompt_tokens // LIMITS.prefill_chunk)
-    assert more - waits == chunks + 3 * metrics.rounds
-    assert any(left) and not any(nothing)
 
 
 def test_a_call_for_several_slots_waits_once(engine: TrtEngine) -> None:
@@ -182,30 +149,6 @@ def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:
     assert not machine.cuda.leaks
 
 
-def test_buckets_rise_to_the_largest_tree() -> None:
-    for largest in (1, 2, 17, 41, 256, 257, 1025):
-        steps = buckets(largest)
-        assert steps == sorted(set(steps))
-        assert steps[0] == 1
-        assert steps[-1] == largest
-
-
-def test_padding_rows_see_themselves_only() -> None:
-    tree = random_tree(np.random.default_rng(1), 30, 50)
-    small = random_tree(np.random.default_rng(2), 3, 50)
-    lengths = [0, 7, 100]
-    padded = pad_trees([VerifyRequest(2, tree), VerifyRequest(1, small)], lengths, tokens=34, words=3)
-    assert padded.slot_ids.tolist() == [2, 1]
-    assert padded.past_len.tolist() == [100, 7]
-    for n, (one, past) in enumerate(((tree, 100), (small, 7))):
-        size = len(one)
-        assert padded.token_ids[n].tolist() == [*one.token_ids, *[one.token_ids[0]] * (34 - size)]
-        assert padded.positions[n].tolist() == [*(past + one.depths), *[past] * (34 - size)]
-        expected = packed_mask(np.concatenate((one.parents, np.full(34 - size, -1))).astype(np.int32), 3)
-        np.testing.assert_array_equal(padded.tree_mask[n], expected)
-    assert padded.tree_mask.dtype == np.int32
-
-
 def test_another_thread_may_take_over(engine: TrtEngine) -> None:
     """As `AsyncLLM` does; every thread begins with GPU 0 as its current one."""
     with ThreadPoolExecutor(1) as other:
@@ -285,24 +228,6 @@ def test_closing_gives_back_all_it_can(machine: Machine) -> None:
 
 
 # What ships. Calls of TensorRT are checked where `FakeTrt` lists them
-
-
-def test_the_fake_of_tensorrt_has_what_ships() -> None:
-    """What is read and set; every call of every test is checked where it is made."""
-    real = rtx()
-    with pytest.raises(WrongCall):
-        FakeTrt(FakeCuda(), {}).record("IExecutionContext", "set_tensor_address", 256, "past_key.0")
-    read = ("num_io_tensors", "device_memory_size_v2", "get_tensor_shape")
-    assert all(hasattr(real.ICudaEngine, name) for name in (*read, "get_tensor_name"))
-    assert hasattr(real.IPluginRegistry, "all_creators")
-    for name in ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"):
-        assert isinstance(getattr(real.IRuntimeConfig, name), property)
-    for enum, members in (
-        (real.ExecutionContextAllocationStrategy, {"USER_MANAGED"}),
-        (real.DynamicShapesKernelSpecializationStrategy, {"EAGER", "NONE"}),
-        (real.CudaGraphStrategy, {"DISABLED"}),
-    ):
-        assert members <= set(enum.__members__)
 
 
 def test_tensorrts_log_is_one_that_tensorrt_takes() -> None:

@@ -13,7 +13,7 @@ from numerics import Follower, Truth, path_to, random_tree
 from numpy.typing import NDArray
 
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import CacheShape, buckets
+from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
@@ -81,18 +81,6 @@ def test_verdicts_come_in_the_order_of_the_call(machine: Machine, engine: TrtEng
         (alone,) = engine.verify([VerifyRequest(slot, tree)])
         np.testing.assert_array_equal(verdict.choices, alone.choices)
         np.testing.assert_allclose(logits, np.asarray(alone.logits), atol=1e-4)
-
-
-def test_each_slot_and_each_range_has_graphs_of_its_own(machine: Machine, engine: TrtEngine) -> None:
-    """And no more of them than ranges times sizes, however often they come."""
-    tree = random_tree(np.random.default_rng(0), 3, 2048)
-    calls = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)]
-    for _ in range(2):
-        for slots in calls:
-            engine.verify([VerifyRequest(slot, tree) for slot in slots])
-    network = engine.target.network
-    assert network.graphs == 6  # slots 0 and 2 are the range of all three
-    assert network.graphs * len(buckets(1 + LIMITS.max_tree_budget)) < 256
 
 
 def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:

@@ -1,5 +1,4 @@
-"""Gated delta nets of the PyTorch engine as functions: against the recurrence node by node in float64, and for drift
-beside transformers' own."""
+"""Gated delta nets of the PyTorch engine as functions, against the recurrence node by node in float64."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ import torch
 from delta_truth import Array, State, Weights, path_to, random_net, random_parents, random_weights, walk
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.runtime.engines.passes import mask_words, write_mask
-from ddtree_trt.runtime.engines.torch.delta import Ancestors, Kept, advanced, delta_net, tree_pass
+from ddtree_trt.runtime.engines.torch.delta import Ancestors, Kept, advanced, delta_net
 
 
 def ancestors_of(trees: list[list[int]]) -> Ancestors:
@@ -54,10 +52,10 @@ def error(found: Tensor, expected: Array) -> float:
 
 
 @pytest.mark.parametrize("share", [1, 2, 4])
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 17, 65, 257])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 17, 65, 257])
 def test_trees_behind_states(nodes: int, share: int) -> None:
     """Two slots, one of which is empty: results, and states behind a path each; then again behind those."""
-    for seed in range(2 if nodes == 257 else 12):
+    for seed in range(1 if nodes == 257 else 3):
         rng = np.random.default_rng([nodes, share, seed])
         d = random_net(rng, share=share)
         w, past = random_weights(rng, d), [State.empty(d), State.empty(d)]
@@ -123,40 +121,3 @@ def test_a_pass_has_no_loop_over_nodes_and_waits_for_nothing() -> None:
         found.append(called.names)
     assert found[0] == found[1] and "aten.linalg_solve_triangular.default" in found[0]
     assert not [n for n in found[0] if "_local_scalar_dense" in n or "nonzero" in n or "equal" in n]
-
-
-def recurrence(state: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, steps: Tensor) -> Tensor:
-    """The state [1, Hv, Dk, Dv] behind rows [1, m, …], in float64."""
-    share = v.shape[2] // k.shape[2]
-    k = (k.double() * (k.double().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(share, 2)
-    for j in range(k.shape[1]):
-        state = state * log_decays[:, j].double().exp()[..., None, None]
-        change = steps[:, j, :, None].double() * (v[:, j].double() - (state * k[:, j, :, :, None]).sum(-2))
-        state = state + k[:, j, :, :, None] * change[:, :, None]
-    return state
-
-
-def test_two_hundred_rounds_drift_no_further_than_the_reference() -> None:
-    """Commits of paths of trees beside transformers' recurrence over the same rows, both of float32, from one that is
-    of float64."""
-    rng = np.random.default_rng(5)
-    d = random_net(rng, value_dim=32)
-    found = torch.zeros(1, d.value_heads, d.key_dim, d.value_dim)
-    reference, exact = found.clone(), found.double()
-    drift = np.zeros(2)
-    for _ in range(200):
-        q, k = (torch.from_numpy(rng.standard_normal((1, 17, d.key_heads, d.key_dim))).float() for _ in range(2))
-        v = torch.from_numpy(rng.standard_normal((1, 17, d.value_heads, d.value_dim))).float()
-        drawn = (torch.from_numpy(rng.uniform(0, 1, (1, 17, d.value_heads))).float() for _ in range(2))
-        log_decays, steps = next(drawn) * -0.1, next(drawn)
-        parents, kept = random_parents(rng, 17), kept_for(d, 1, 17)
-        tree_pass((q, k, v), log_decays, steps, found, ancestors_of([parents]).seen, kept)
-        path = torch.tensor(path_to(parents, int(rng.integers(17))))
-        found, _ = advanced(found, torch.zeros(1, 3, d.channels), kept.select(slice(None), path))
-        each = [x[:, path] for x in (q, k, v, log_decays, steps)]
-        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        rows = dict(zip(("query", "key", "value", "g", "beta"), each, strict=True))
-        _, reference = torch_recurrent_gated_delta_rule(**rows, initial_state=reference, **options)
-        exact = recurrence(exact, *each[1:])
-        drift = np.maximum(drift, [error(x, exact.numpy()) for x in (found, reference)])
-    assert drift[0] < 2 * drift[1] + 1e-7, drift

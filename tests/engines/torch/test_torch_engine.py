@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,17 +66,6 @@ def test_a_round_waits_twice(llm: LLM, prompts: list[Any]) -> None:
     before = engine.waits
     done = llm.generate(prompts[:3], params)
     assert engine.waits - before < 2 * sum(output.metrics.rounds for output in done)
-
-
-def test_settling_waits_for_a_gpu_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, waited = llm.engine, []
-    stream = SimpleNamespace(synchronize=lambda: waited.append(True))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    engine.synchronize()
-    assert not waited
-    monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
-    engine.synchronize()
-    assert waited == [True]
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_builds import CHATS, ROWS
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget
 from ddtree_trt.runtime.engines.base import RoundRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
@@ -69,7 +69,7 @@ def lose_the_device(requests: Sequence[RoundRequest] = ()) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    **{f"{nodes} nodes": {"tree_budget": nodes} for nodes in (1, 16, 64)},
+    **{f"{nodes} nodes": {"tree_budget": nodes} for nodes in (1, 16)},
     "ar": {"method": "ar", "tree_budget": "auto"},
     "dflash": {"method": "dflash", "tree_budget": "auto"},
     "dflash 5": {"method": "dflash", "tree_budget": 5},
@@ -78,8 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ignore_eos", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "ignore_eos"), [*((kind, False) for kind in KINDS), ("16 nodes", True)])
 def test_output_is_the_hosts_and_that_of_ar(
     host: LLM, device: LLM, prompts: list[Any], plain: dict[bool, list[Any]], kind: str, ignore_eos: bool
 ) -> None:
@@ -110,9 +109,9 @@ def test_limits_and_stops_cut_inside_a_round(host: LLM, device: LLM, prompts: li
     assert max(whole.metrics.acceptance_lengths) > 4
     for llm in (host, device):
         llm.reset_prefix_cache()
-    cuts = [greedy(64, max_tokens=n) for n in range(1, len(ids), 3)]
-    cuts += [greedy(64, stop_token_ids=(token,), ignore_eos=True) for token in list(dict.fromkeys(ids))[::3]]
-    cuts += [greedy(64, stop=(text[i : i + 4],), ignore_eos=True) for i in range(0, len(text) - 4, 17)]
+    cuts = [greedy(64, max_tokens=n) for n in range(1, len(ids), 7)]
+    cuts += [greedy(64, stop_token_ids=(token,), ignore_eos=True) for token in list(dict.fromkeys(ids))[::9]]
+    cuts += [greedy(64, stop=(text[i : i + 4],), ignore_eos=True) for i in range(0, len(text) - 4, 41)]
     for params in cuts:
         (wanted,), (found,) = host.generate(prompts[0], params), device.generate(prompts[0], params)
         assert found.outputs == wanted.outputs
@@ -185,20 +184,6 @@ def test_profiling_waits_for_rounds_under_way(
     assert settled == ["prefill"] * settled.count("prefill") + ["device_round"] * output.metrics.rounds
 
 
-def test_a_conversation_starts_from_what_rounds_left(host: LLM, device: LLM, prompts: list[Any]) -> None:
-    for llm in (host, device):
-        llm.reset_prefix_cache()  # what was said before is not the same for both
-    messages: list[Any] = []
-    for turn in range(3):
-        messages = [*messages, *prompts[turn]]
-        (wanted,) = host.generate(messages, greedy(16, max_tokens=20))
-        (found,) = device.generate(messages, greedy(16, max_tokens=20))
-        assert found.outputs == wanted.outputs
-        assert found.usage.cached_tokens == wanted.usage.cached_tokens
-        messages = [*messages, {"role": "assistant", "content": found.outputs[0].text}]
-    assert found.usage.cached_tokens > 0
-
-
 def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
     """While a round is under way for it and for another, which goes on undisturbed."""
     expected = host.generate(prompts[:3], greedy(16, ignore_eos=True))
@@ -217,15 +202,6 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     assert device.core.scheduler.free_slots == SLOTS
 
 
-def test_a_sequence_may_fill_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
-    longest = device.engine.manifest.limits.max_seq_len
-    room = longest - len(device.codec.encode(prompts[0]))
-    params = greedy(16, max_tokens=room, ignore_eos=True)
-    (wanted,), (found,) = host.generate(prompts[0], params), device.generate(prompts[0], params)
-    assert found.outputs == wanted.outputs
-    assert found.usage.prompt_tokens + found.usage.completion_tokens == longest
-
-
 # What cannot be served
 
 
@@ -240,13 +216,6 @@ def test_a_sequence_may_fill_its_slot(host: LLM, device: LLM, prompts: list[Any]
 def test_others_are_refused(device: LLM, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=f"device_rounds is on, but {reason}.*; use auto or off"):
         device.generate("Once", SamplingParams(**{"method": "ddtree", "tree_budget": 8, **options}))
-
-
-def test_watched_trees_are_built_on_the_host(host: LLM, device: LLM) -> None:
-    with pytest.raises(UsageError, match="its trees are watched"):
-        device.stream("Once", greedy(), on_round=lambda _: None)
-    seen: list[Any] = []
-    assert list(host.stream("Once", greedy(), on_round=seen.append)) and seen
 
 
 def test_auto_asks_the_engine(directory: Path) -> None:
@@ -318,41 +287,17 @@ def test_device_and_host_draw_the_same_tokens(
     assert other.outputs[0].token_ids != tokens[0][0]
 
 
-# Automatic budgets
-
-
-def test_budgets_learn_from_rounds_on_the_device_what_they_do_by_stages(
-    device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_budgets_learn_from_rounds_on_the_device(
+    device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What drafts are worth, of rounds of the same sizes: here of 15 nodes, one request at a time."""
-    from ddtree_trt.runtime.decoding.budget import policy
-
-    seen: dict[str, list[Any]] = {}
-    observe = policy.AutoBudget.observe
+    """What was kept of every round's tree."""
+    kept: list[int] = []
+    observe = AutoBudget.observe
 
     def record(self: Any, decision: Any, tree: Any, path: Any, **how: Any) -> None:
         observe(self, decision, tree, path, **how)
-        seen[where].append((len(tree), len(path), self._acceptance.ratios().copy(), self._recent[:3].copy()))
+        kept.append(len(path))
 
-    def always(self: Any) -> Any:
-        self._drafting = list(self._autos)
-        for i in self._drafting:
-            self._nodes[i] = 15
-            self._decide(i, 15, 5.0, 0.0)
-        return self._nodes
-
-    monkeypatch.setattr(policy.AutoBudget, "observe", record)
-    monkeypatch.setattr(policy.RoundPlan, "ceilings", always)
-    monkeypatch.setattr(policy.RoundPlan, "choose", lambda plan, trees: [
-        0 if t is None else (plan.weigh(i, t), 15)[1] for i, t in enumerate(trees)
-    ])  # fmt: skip
-    for where, llm in (("device", device), ("host", host)):
-        seen[where] = []
-        for prompt in prompts[:2]:
-            llm.generate(prompt, greedy("auto"))
-    drafted = [[each for each in seen[where] if each[0]] for where in ("device", "host")]
-    assert len(drafted[0]) > 5
-    for found, wanted in zip(*drafted, strict=True):
-        assert found[:2] == wanted[:2]
-        np.testing.assert_allclose(found[2], wanted[2], rtol=1e-4)
-        np.testing.assert_allclose(found[3], wanted[3], rtol=1e-4)
+    monkeypatch.setattr(AutoBudget, "observe", record)
+    (output,) = device.generate(prompts[0], greedy("auto"))
+    assert kept == output.metrics.acceptance_lengths

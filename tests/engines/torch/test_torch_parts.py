@@ -10,7 +10,6 @@ import kernel_reference as reference
 import numpy as np
 import pytest
 import torch
-from attention_cases import case
 from drafts import marginals
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,12 +20,27 @@ from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import OPERATORS, Attention
+from ddtree_trt.runtime.engines.torch.attention import OPERATORS, Attention, Place
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import Pointwise, rotary_tables
 from workbench.random_pair import find_shape, random_torch_engine
 
 CPU = torch.device("cpu")
+N, SLOTS, S, HQ, HKV, D = 2, 3, 40, 4, 2, 16
+PAST, SLOT_IDS = (7, 20), (2, 0)
+
+
+def case(tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Place]:
+    """q, k, v and caches in float32, and a random tree's mask."""
+    generator = torch.Generator().manual_seed(tokens)
+    new, cache = (N, tokens, HKV, D), (SLOTS, HKV, S, D)
+    rng = np.random.default_rng(tokens)
+    mask = torch.from_numpy(np.stack([reference.packed_mask(reference.random_parents(rng, tokens)) for _ in range(N)]))
+    place = Place(torch.tensor(SLOT_IDS, dtype=torch.int32), torch.tensor(PAST, dtype=torch.int32), mask)
+    q, k, v, cache_k, cache_v = (
+        torch.randn(shape, generator=generator) for shape in ((N, tokens, HQ, D), new, new, cache, cache)
+    )
+    return (q, k, v, cache_k, cache_v), place
 
 
 @pytest.mark.parametrize("mode", MaskMode)
@@ -44,7 +58,7 @@ def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MaskMode)
-@pytest.mark.parametrize("window", [1, 5, 12, 50])
+@pytest.mark.parametrize("window", [1, 12])
 def test_a_window_reads_the_rows_that_it_reaches(mode: MaskMode, window: int) -> None:
     """Those before them are NaN, which even a weight of zero would let through."""
     tokens = 9
@@ -157,8 +171,7 @@ def test_the_operators_refuse_wrong_tensors(operators: None) -> None:
         return torch.zeros(shape, dtype=torch.int32)
 
     x, w, tables, norm, at = halves(2, 16), halves(16), torch.zeros(2, 5, 64), halves(64), ints(2)
-    q, kv, qkv, wide = halves(2, 2, 64), halves(2, 1, 64), halves(2, 4, 64), halves(2, 2, 32)
-    narrow = wide[:, :1].contiguous()
+    q, kv, qkv = halves(2, 2, 64), halves(2, 1, 64), halves(2, 4, 64)
     parents, mask = torch.tensor([[-1, 0, 0]], dtype=torch.int32), ints(1, 3, 1)
     cache, one, keep, space = halves(2, 1, 2, 8, 64), ints(1), ints(1, 3), torch.zeros(1 << 20, dtype=torch.uint8)
 
@@ -197,43 +210,24 @@ def test_the_operators_refuse_wrong_tensors(operators: None) -> None:
     calls: list[tuple[Any, str]] = [
         (lambda: recur(mixed[:, :, :64].contiguous()), "mixed must have shape"),
         (lambda: recur(keys=keys.half()), "keys must be"),
-        (lambda: recur(decays=decays.float()), "decays must be"),
-        (lambda: recur(slots=at), "slot_ids must have shape"),
         (lambda: advance(keys[:, :2].contiguous()), "updates must have shape"),
-        (lambda: advance(inputs=mixed.long()), "inputs must be bfloat16 or float16"),
-        (lambda: advance(path=at), "path must have shape"),
         (lambda: advance(slot=2), "status 2"),
         (lambda: ops.draft_top(scores.half(), True, best, ids), "logits must be"),
-        (lambda: ops.draft_top(scores, True, best, ids.long()), "ids must be"),
         (lambda: ops.draft_top(scores, True, best[:1], ids), "best must have shape"),
         (lambda: ops.draft_top(scores, True, torch.zeros(2, 8), ints(2, 8)), "status 2"),
         (lambda: build(torch.zeros(1, 9), None), "an outlook is"),
-        (lambda: build(torch.zeros(1, 9).double(), ints(1, 9)), "log_weights must"),
-        (lambda: build(torch.zeros(1, 9), ints(1, 8)), "outlook_depths must"),
         (lambda: ops.add_rms_norm(x.float(), None, w.float(), 1e-6, None, x.float()), "x must be bfloat16 or float16"),
         (lambda: ops.add_rms_norm(halves(2, 12), None, w[:12], 1e-6, None, halves(2, 12)), "status 2"),
         (lambda: ops.add_rms_norm(x, x, w, 1e-6, None, x.clone()), "status 1"),
-        (lambda: ops.add_rms_norm(x, None, w[:8], 1e-6, None, x.clone()), "weight must have shape"),
         (lambda: ops.swiglu(x, x), "gate_up must have shape"),
         (lambda: ops.split_qkv(qkv, norm, norm, tables, at.long(), 1e-6, q, kv, kv.clone()), "positions must be"),
-        (lambda: ops.split_qkv(qkv[:, :3], norm, norm, tables, at, 1e-6, q, kv, kv.clone()), "qkv must"),
-        (
-            lambda: ops.split_qkv(
-                wide.repeat(1, 2, 1), norm[:32], norm[:32], torch.zeros(2, 5, 32), at, 1e-6, wide, narrow, narrow
-            ),
-            "status 3",
-        ),
         (lambda: ops.packed_mask(parents.long(), mask), "parents must be"),
         (lambda: ops.packed_mask(parents, mask[:, :2].contiguous()), "mask must have shape"),
-        (lambda: ops.packed_mask(parents, ints(1, 3, 0)), "status 2"),
         (lambda: ops.compact(cache.transpose(3, 4), one, one, keep, one), "contiguous"),
-        (lambda: ops.compact(cache, one.long(), one, keep, one), "slot_ids must be"),
         (lambda: attend(q=torch.zeros(1, 3, 4, 64)), "q must be bfloat16 or float16"),
         (lambda: attend(k=halves(1, 2, 2, 64)), "k must"),
-        (lambda: attend(v=torch.zeros(1, 3, 2, 64).half()), "v must be"),
         (lambda: attend(mask=None), "status 2"),
         (lambda: attend(space=space[:64]), "status 5"),
-        (lambda: attend(mode=7), "status 3"),
         (lambda: attend(out=halves(1, 3, 2, 64)), "out must"),
     ]
     for call, text in calls:

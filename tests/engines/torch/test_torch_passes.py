@@ -18,10 +18,8 @@ from ddtree_trt.device.buffers import CANDIDATES, tree_sizes
 from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5
-from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows
-from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
@@ -62,11 +60,6 @@ def copied(verdict: Verdict) -> Verdict:
 def verified(engine: TorchEngine, trees: dict[int, TokenTree]) -> dict[int, Verdict]:
     said = engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
     return {slot: copied(verdict) for slot, verdict in zip(trees, said, strict=True)}
-
-
-def assert_equal(found: Verdict, expected: Verdict) -> None:
-    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
-    np.testing.assert_array_equal(found.choices, expected.choices)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -122,52 +115,6 @@ def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
 def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
     with pytest.raises(EngineError, match="a pass of 258 tokens is longer than the 257 this engine was made for"):
         engine.prefill(0, np.ones(258, np.int64), rows="none", taps=True)
-
-
-@pytest.mark.parametrize(("tokens", "words"), [(1, 1), (32, 1), (33, 2), (257, 9)])
-def test_a_mask_is_as_wide_as_its_pass(
-    engine: TorchEngine, tokens: int, words: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not as the longest pass: what goes up with a verification grows with its trees."""
-    network, shapes = engine.target.network, []
-    forward = network.forward
-
-    def record(token_ids: torch.Tensor, positions: torch.Tensor, place: Place, mode: MaskMode) -> Any:
-        shapes.append(None if place.mask is None else tuple(place.mask.shape))
-        return forward(token_ids, positions, place, mode)
-
-    monkeypatch.setattr(network, "forward", record)
-    fill(engine, (4,))
-    verified(engine, {0: random_tree(np.random.default_rng(0), tokens, VOCAB)})
-    assert shapes == [None, (1, tokens, words)]
-
-
-def test_the_drafter_takes_in_a_prompt_before_the_host_waits(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-
-    def recorded(name: str, function: Any) -> Any:
-        def call(*given: Any) -> Any:
-            order.append(name)
-            return function(*given)
-
-        return call
-
-    monkeypatch.setattr(engine.drafter, "append_context", recorded("drafter", engine.drafter.append_context))
-    monkeypatch.setattr(engine.target.network, "logits", recorded("logits", engine.target.network.logits))
-    engine.prefill(0, np.arange(40), rows="last", taps=True)
-    assert order == ["drafter", "logits"]
-
-
-def test_states_of_an_earlier_pass_are_gone(engine: TorchEngine) -> None:
-    rng = np.random.default_rng(0)
-    fill(engine, (4, 5))
-    tree = random_tree(rng, 5, VOCAB)
-    verified(engine, {0: tree})
-    verified(engine, {1: tree})
-    with pytest.raises(EngineError, match="slot 0 was not in the last target pass"):
-        commit(engine, {0: tree})
 
 
 def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

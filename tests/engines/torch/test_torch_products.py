@@ -23,7 +23,7 @@ from ddtree_trt.runtime.engines.torch import products as torch_products
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, FixedOrder, Scaled, Tile, fixed_order, tile_for
 
-ROWS = (1, 3, 17, 65, 200)
+ROWS = (1, 3, 17, 65, 130)
 SHARED_BYTES = 227 << 10  # of an H100
 SHAPES = [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 4096)]  # of Qwen3-8B
 
@@ -48,7 +48,6 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("rows", "columns", "gated", "fp8", "sm"),
     [
-        (1, 24576, True, False, 90),
         (64, 151936, False, False, 90),
         (64, 24576, True, True, 90),
         (1, 151936, False, True, 89),
@@ -99,7 +98,7 @@ def half(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
 
 
-@pytest.mark.parametrize(("columns", "inner", "biased"), [(100, 576, True), (33, 48, False), (8, 16, False)])
+@pytest.mark.parametrize(("columns", "inner", "biased"), [(100, 576, True), (33, 48, False)])
 def test_rows_are_those_of_any_number_of_rows(
     launch: Callable[..., None], columns: int, inner: int, biased: bool
 ) -> None:
@@ -117,7 +116,7 @@ def test_rows_are_those_of_any_number_of_rows(
         assert torch.equal(products.logits(x[:rows], weight, out[:rows]), logits[:rows]) and out[rows:].isnan().all()
 
 
-@pytest.mark.parametrize(("inner", "columns"), [(64, 24), (48, 100), (16, 130)])
+@pytest.mark.parametrize(("inner", "columns"), [(48, 100), (16, 130)])
 def test_swiglu_is_that_of_the_product(launch: Callable[..., None], inner: int, columns: int) -> None:
     products = FixedOrder(launch, SHARED_BYTES, pdl=False)
     x, weight = half(max(ROWS), inner, seed=3), half(2 * columns, inner, seed=4)
@@ -151,16 +150,10 @@ def test_weights_in_fp8(launch: Callable[..., None], columns: int, inner: int) -
         assert torch.equal(products.swiglu(x[:rows], scaled, F.silu), gated[:rows])
 
 
-def test_rows_and_weights_may_lie_apart(launch: Callable[..., None]) -> None:
-    products = FixedOrder(launch, SHARED_BYTES, pdl=False)
-    x, weight = half(5, 96, seed=5)[:, 16:64], half(40, 64, seed=6)[:, :48]
-    assert torch.equal(products(x, weight), products(x.contiguous(), weight.contiguous()))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 163 << 10, 99 << 10])
+@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 99 << 10])
 def test_tiles_fit(shape: tuple[int, int], shared_bytes: int) -> None:
-    for rows in (*range(1, 130), 2048):
+    for rows in (*range(1, 130, 8), 2048):
         tile = tile_for(rows, *shape, shared_bytes)
         assert tile.height >= min(rows, 128) and shape[1] % tile.depth == 0
         assert 2 * tile.stages * tile.depth * (tile.height + tile.width) <= shared_bytes

@@ -25,25 +25,15 @@ from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.runtime.tree import best_tree, token_chain
-
-TOKENS = 50
 
 
 @pytest.fixture(scope="module")
 def prompts(directory: Path) -> list[list[int]]:
     codec = TextCodec(directory, {})
     return [codec.encode(chat) for chat in CHATS[3::17][:3]]
-
-
-@pytest.fixture(scope="module", params=[3, 16, 64])
-def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]) -> tuple[int, list[RequestOutput]]:
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, method="ddtree", tree_budget=request.param)
-    with LLM(directory) as llm:
-        return request.param, llm.generate(prompts, params)
 
 
 def rounds_of(engine: TorchEngine) -> TorchRounds:
@@ -94,13 +84,12 @@ def begins_with(longer: list[Any], shorter: list[Any]) -> bool:
     return longer[: len(shorter)] == shorter
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize(("ahead", "budget"), [(1, 3), (2, 16), (3, 64)])
 def test_the_engine_goes_on_where_rounds_stopped(
-    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any], ahead: int
+    engine: TorchEngine, prompts: list[Any], plain: list[list[int]], ahead: int, budget: int
 ) -> None:
     """Rounds launched in vain leave no trace: what comes after a slot has left, also in the middle of a round's tokens,
     is what one long run says. Another slot, and rounds of two slots, in between."""
-    budget, outputs = expected
     bonus = prefill(engine, prompts[:2])
     said, other = [bonus[0]], [bonus[1]]
     for kept in (1, 9, 2, 12):
@@ -112,9 +101,7 @@ def test_the_engine_goes_on_where_rounds_stopped(
         other += tokens[1]
         for slot in (0, 1):
             rounds_of(engine).leave(slot)
-    for found, output in ((said, outputs[0]), (other, outputs[1])):
-        wanted = output.outputs[0].token_ids
-        assert begins_with(wanted, found) or begins_with(found, wanted)
+    assert begins_with(plain[0], said) and begins_with(plain[1], other)
 
 
 def test_slots_join_and_leave_as_they_like(
@@ -135,7 +122,7 @@ def test_slots_join_and_leave_as_they_like(
     said = [[text[0]] for text in plain]
     kinds: list[dict[str, Any]] = [{"budget": 0}, {"budget": 15, "chain": True}, {"budget": 16}, {"budget": 40}]
     read = launched = under_way = 0
-    for _ in range(150):
+    for _ in range(80):
         going = [slot for slot in range(3) if rng.random() < 0.7]
         if going and rounds.ahead < AHEAD:
             rounds.launch([RoundRequest(slot, said[slot][-1], **kinds[rng.integers(4)]) for slot in going])
@@ -265,7 +252,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     return runs
 
 
-@pytest.mark.parametrize("rounds", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [120, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_nothing_grows_with_the_rounds(
     rounds: int, engine: TorchEngine, prompts: list[Any], replayed: Counter[Any]
 ) -> None:
@@ -303,27 +290,6 @@ def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) 
                 rounds.leave(0)
                 rounds.launch(ask([bonus]))
     assert engine.limits.max_seq_len <= engine.length(0) <= engine.target.cache.rows
-
-
-def test_temperature_0_is_greedy_beside_another(
-    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]
-) -> None:
-    budget, outputs = expected
-    bonus = prefill(engine, prompts[:2])
-    first, second = ask(bonus, budget=budget)
-    found = one_round(engine, [first, second._replace(temperature=4.0, seed=5)])
-    assert begins_with(outputs[0].outputs[0].token_ids, [bonus[0], *found[0].tokens])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_lie_where_the_engine_has_room_for_them(
-    engine: TorchEngine, prompts: list[Any], temperature: float
-) -> None:
-    """Nothing that a pass writes is larger, and the memory plan counts it once."""
-    bonus = prefill(engine, prompts[:2])
-    engine.target.logits.fill_(torch.nan)
-    decode(engine, bonus, 1, temperature=temperature)
-    assert torch.isfinite(engine.target.logits[: 2 * 17]).all()
 
 
 def test_closing_gives_the_memory_back_at_once(engine: TorchEngine, prompts: list[Any]) -> None:

@@ -45,9 +45,6 @@ def generate(llm: LLM) -> Iterator[tuple[str, list[Any]]]:
         {"method": "ar"},
         {"method": "dflash"},
         {"method": "ddtree", "tree_budget": 16},
-        {"method": "ddtree"},
-        {"method": "ar", "temperature": 1.0, "seed": 5},
-        {"method": "ddtree", "tree_budget": 16, "temperature": 1.0, "seed": 5},
         {"method": "ddtree", "tree_budget": 12, "temperature": 0.8, "top_p": 0.9, "seed": 7, "logprobs": 2, "n": 2},
         {"method": "dflash-sample", "temperature": 0.7, "seed": 3},
     ]

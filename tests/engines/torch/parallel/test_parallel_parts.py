@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import FAMILIES
@@ -26,7 +25,6 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.parallel.engine import interrupts_deferred
 from ddtree_trt.runtime.engines.torch.parallel.split import Shard, Vocabulary, check_split, cut_of, kv_heads
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.serve.options import ServeOptions
 
 
 class Rehearsed(Shard):
@@ -67,7 +65,7 @@ def on_all_ranks(size: int, work: Callable[[Shard], Any]) -> list[Any]:
                         work(Rehearsed(rank, given))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_vocabulary_in_parts_is_the_whole_one(size: int) -> None:
     """Its choices and sums, with ties between ranks, more candidates than a rank has rows, and ids of every rank."""
     generator = torch.Generator().manual_seed(size)
@@ -117,7 +115,7 @@ def test_the_parts_of_all_ranks_are_each_weight_once(family: str, size: int) -> 
     assert whole > 0
 
 
-@pytest.mark.parametrize(("heads", "kv", "size"), [(8, 4, 2), (8, 2, 4), (8, 1, 8), (12, 4, 4), (6, 2, 2)])
+@pytest.mark.parametrize(("heads", "kv", "size"), [(8, 4, 2), (8, 2, 4), (12, 4, 4)])
 def test_queries_attend_to_heads_of_their_own_rank(heads: int, kv: int, size: int) -> None:
     dims = dims_of(FAMILIES["qwen3"], num_heads=heads, num_kv_heads=kv)
     for rank in range(size):
@@ -200,13 +198,5 @@ def test_other_backends_and_options_are_refused(tiny_engine: Path) -> None:
     with pytest.raises(UsageError, match="device_rounds is on, but a target that is split"):
         LLM(tiny_engine, tensor_parallel_size=2, device_rounds="on")
     for size in (0, 65):
-        for make in (
-            lambda size: LLM(tiny_engine, tensor_parallel_size=size),
-            lambda size: ServeOptions(tensor_parallel_size=size),
-            lambda size: CheckSettings(str(tiny_engine), tensor_parallel_size=size),
-            lambda size: BenchSettings(str(tiny_engine), tensor_parallel_size=size),
-        ):
-            with pytest.raises(UsageError, match=f"tensor_parallel_size must be from 1 to 64, not {size}"):
-                make(size)
-    with pytest.raises(UsageError, match="device_rounds is on, but a target that is split"):
-        BenchSettings("micro", tensor_parallel_size=2, device_rounds="on")
+        with pytest.raises(UsageError, match=f"tensor_parallel_size must be from 1 to 64, not {size}"):
+            LLM(tiny_engine, tensor_parallel_size=size)
