@@ -101,7 +101,8 @@ def test_a_server_that_cannot_be_measured() -> None:
         (400, b'{"error": {"message": "no such one"}}', "refused a request with method ar: HTTP 400: no such one"),
         (200, events({"error": {"message": "it broke"}}), "it broke"),
     ):
-        with scripted_server(lambda _, s=status, b=body: (s, b)) as (url, _), pytest.raises(DDTreeError, match=message):
+        reply = status, body
+        with scripted_server(lambda _: reply) as (url, _), pytest.raises(DDTreeError, match=message):
             run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
 
 
@@ -119,7 +120,7 @@ def test_the_command_starts_a_server_of_its_own(
     ]
     for given in ({}, {"concurrency": (0,)}, {"rates": (1.0, 0.0)}):
         with pytest.raises(UsageError, match="give numbers of concurrent requests with --concurrency, or rates"):
-            run_load(LoadSettings(**given), "http://127.0.0.1:9")  # type: ignore[arg-type]
+            run_load(LoadSettings(**given), "http://127.0.0.1:9")
 
 
 # Figures

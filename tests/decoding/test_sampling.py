@@ -91,7 +91,8 @@ def test_each_penalty_alone(options: dict[str, Any], logits: dict[int, float]) -
 def test_top_k_keeps_so_many(top_k: int) -> None:
     """Of the target's row and of a drafter's; alone and beside the other filters."""
     best = np.sort(np.argsort(-LOGITS)[:top_k]).tolist()
-    for options in ({}, {"top_p": 0.9999}, {"min_p": 1e-4}):
+    others: list[dict[str, Any]] = [{}, {"top_p": 0.9999}, {"min_p": 1e-4}]
+    for options in others:
         tested = sampler(temperature=1.0, top_k=top_k, **options)
         assert np.flatnonzero(tested.distribution(LOGITS)).tolist() == best
         drawn = tested.draft(np.sort(LOGITS)[::-1], np.argsort(-LOGITS).astype(np.int32), 0)

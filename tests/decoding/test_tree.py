@@ -66,7 +66,7 @@ CHOICES = st.lists(st.integers(0, 3), min_size=13, max_size=13)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("ids", [np.int32, np.int64, list])
 def test_build_tree_keeps_its_contract(dtype: type, ids: Any) -> None:
-    log_probs = np.asfortranarray(LOG_PROBS.astype(dtype))
+    log_probs: Any = np.asfortranarray(LOG_PROBS.astype(dtype))
     tree = build_tree(log_probs, TOKEN_IDS if ids is list else np.asfortranarray(np.array(TOKEN_IDS, ids)), 4)
     assert tree.token_ids.tolist() == [7, 8, 7, 5]
     assert tree.depths.tolist() == [1, 1, 2, 2]

@@ -147,19 +147,18 @@ def main() -> None:
     settings = HYBRID if args.hybrid else Settings()
     corpus_size = replace(settings.corpus, conversations=args.conversations)
     settings = replace(settings, corpus=corpus_size, pools=args.pools or settings.pools)
-    if args.packaged:
+    if args.packaged or args.hybrid:  # a hybrid begins as the packaged target, and so with its tokenizer
         packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
         args.out.mkdir(parents=True, exist_ok=True)
         shutil.copy(packaged / "prompts.jsonl", args.out)
-        others = ("dspark", "eagle3") if args.stage == "evaluate" else ()
-        for name in ("target", "drafter", "tokenizer", *others):
+        pair = ("target", "drafter") if args.packaged else ()
+        others = ("dspark", "eagle3") if args.packaged and args.stage == "evaluate" else ()
+        for name in ("tokenizer", *pair, *others):
             if not (args.out / name).exists():
                 shutil.copytree(packaged / name, args.out / name)
-    if args.hybrid:  # it begins as the packaged target, whose ids it must have
-        copy_packaged(args.out, ("tokenizer",))
     tiny = Tiny(scaled(settings, args.scale), args.work, args.out)
-    others = {"dspark", "eagle3"} - settings.drafters.keys()
-    for name in [each for each in NEEDS if each not in others] if args.stage == "all" else needed(args.stage):
+    unknown = Settings().drafters.keys() - settings.drafters.keys()
+    for name in [each for each in NEEDS if each not in unknown] if args.stage == "all" else needed(args.stage):
         began = time.time()
         stage: Callable[[], None] = partial(tiny.train, name) if name in settings.drafters else getattr(tiny, name)
         stage()

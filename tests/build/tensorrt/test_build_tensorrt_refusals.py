@@ -119,10 +119,10 @@ NO_DRIVER = {"cudaGetDeviceCount": cudaError_t.cudaErrorInsufficientDriver}
             f"ABI 99, this version needs {ABI}",
         ),
         (
-            lambda m: sys.modules.update({"cuda.bindings.runtime": None}),
+            lambda m: sys.modules.update({"cuda.bindings.runtime": None}),  # type: ignore[dict-item]
             MissingDependency,
             "cannot import cuda.bindings",
-        ),  # type: ignore[dict-item]
+        ),
         (lambda m: setattr(m.module, "__version__", "11.0.0.1"), MissingDependency, "needs 11.1 or newer below 12"),
         (lambda m: setattr(m.module, "__version__", "12.0.0.1"), MissingDependency, "TensorRT 12.0.0.1 is installed"),
         (
