@@ -96,14 +96,16 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert len(run.answered) == 3 and run.errors == {"HTTP 429: come back later": 3}
 
 
-def test_a_server_that_cannot_be_measured() -> None:
-    for status, body, message in (
-        (400, b'{"error": {"message": "no such one"}}', "refused a request with method ar: HTTP 400: no such one"),
-        (200, events({"error": {"message": "it broke"}}), "it broke"),
-    ):
-        reply = status, body
-        with scripted_server(lambda _: reply) as (url, _), pytest.raises(DDTreeError, match=message):
-            run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((400, b'{"error": {"message": "no such one"}}'), "refused a request with method ar: HTTP 400: no such one"),
+        ((200, events({"error": {"message": "it broke"}})), "it broke"),
+    ],
+)
+def test_a_server_that_cannot_be_measured(reply: tuple[int, bytes], message: str) -> None:
+    with scripted_server(lambda _: reply) as (url, _), pytest.raises(DDTreeError, match=message):
+        run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
 
 
 def test_the_command_starts_a_server_of_its_own(

@@ -16,6 +16,7 @@ from ddtree_trt.commands.build import measure
 LIMITS: dict[str, Any] = {"max_seq_len": 512, "max_batch": 4, "max_tree_budget": 256}
 REQUESTS: dict[str, dict[str, Any]] = {
     "dflash": {"target": "tiny"},
+    "hybrid": {"target": "tiny-hybrid"},
     "dspark": {"target": "tiny-dspark"},
     "eagle3": {"target": "tiny-eagle3"},
     # The target drafts for itself: all is accepted but for the lies that a test puts in.

@@ -260,7 +260,12 @@ def test_long_paths_do_not_drift_from_the_targets_distribution(method: str, form
 
 # Engines. Methods that draw nothing of their own have the tokens of `ar` (test_lossless_engines.py).
 
-CASES = [("dflash", "dflash-sample"), ("dspark", "dflash-sample"), ("autoregressive", "draft-model")]
+CASES = [
+    ("dflash", "dflash-sample"),
+    ("hybrid", "dflash-sample"),
+    ("dspark", "dflash-sample"),
+    ("autoregressive", "draft-model"),
+]
 
 
 class Rows:
