@@ -292,7 +292,7 @@ def text(result: Result) -> str:
 def _pivot(rows: Sequence[TreeRow], column: str) -> tuple[list[str], list[list[str]]]:
     """τ by number of nodes, a column for each value of `column`."""
     names = list(dict.fromkeys(getattr(row, column) for row in rows))
-    widths = {row: f" (width {row.width})" if row.policy == BEAM else "" for row in rows}
-    cells = {(row.nodes, getattr(row, column)): f"{row.tau:.2f}{widths[row]}" for row in rows}
+    widths = [f" (width {row.width})" if row.policy == BEAM else "" for row in rows]
+    cells = {(r.nodes, getattr(r, column)): f"{r.tau:.2f}{width}" for r, width in zip(rows, widths, strict=True)}
     sizes = sorted({row.nodes for row in rows})
     return ["nodes", *map(str, names)], [[str(n), *(cells[n, name] for name in names)] for n in sizes]

@@ -91,7 +91,7 @@ def test_unusable_pair(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], ["nothing to build", "tiny, tiny-dspark, tiny-eagle3, smollm2-135m"]),
+        ([], ["nothing to build", "tiny, tiny-dspark, tiny-eagle3, tiny-hybrid, smollm2-135m"]),
         (["--target", "gemma-2b"], ["unknown target 'gemma-2b'", "no other architecture is supported"]),
         (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter PATH too"]),

@@ -116,14 +116,14 @@ def states_of_transformers(truth: Truth, tokens: list[int]) -> list[np.ndarray]:
 
 
 def test_rounds_in_a_row(engine: Engine, truth: Truth) -> None:
-    """100 rounds behind prompts of every length around the convolution's: every 40th wholly compared, of every 8th
+    """200 rounds behind prompts of every length around the convolution's: every 40th wholly compared, of every 8th
     a path; at the end the states are those of all tokens at once."""
     rng = np.random.default_rng(5)
     slot = Follower(engine, 0, truth)
     for length in (1, 3, 4, 5):
         slot.truncate(0)
         slot.prefill(rng.integers(0, VOCABULARY, length))
-    for turn in range(100):
+    for turn in range(200):
         tree = deep_tree(rng, int(rng.choice([1, 2, 9, 17, 65, 257] if turn % 10 == 0 else [1, 5, 17])), 16)
         node = int(rng.integers(len(tree)))
         path = path_to(tree, node)
@@ -141,7 +141,7 @@ def test_rounds_in_a_row(engine: Engine, truth: Truth) -> None:
         assert_close(np.asarray(verdict.logits)[path], logits[-len(path) :], f"turn {turn}", 2e-4)
         slot.commit(path)
     else:
-        assert len(slot.tokens) > 100
+        assert len(slot.tokens) > 200
     if engine.manifest.target_dims.attention_layers:  # without one transformers has no cache
         for found, expected in zip(states_in(engine, 0), states_of_transformers(truth, slot.tokens), strict=True):
             assert_close(found, expected, "states", 1e-4)
@@ -149,14 +149,14 @@ def test_rounds_in_a_row(engine: Engine, truth: Truth) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 5))])
 def test_trees_of_all_sizes(engine: Engine, truth: Truth, seed: int) -> None:
-    """20 trees a seed, beside those of another slot: three paths of each."""
+    """60 trees a seed, beside those of another slot: three paths of each."""
     rng = np.random.default_rng(seed)
     slots = [Follower(engine, slot, truth) for slot in range(2)]
     for slot, length in zip(slots, (7, 260), strict=True):
         slot.truncate(0)
         for start in range(0, length, 256):
             feed(slot, rng.integers(0, VOCABULARY, min(256, length - start)))
-    for _ in range(10):
+    for _ in range(30):
         trees = [deep_tree(rng, int(rng.integers(2, 258)), int(rng.integers(1, 17))) for _ in slots]
         requests = [slot.request(tree) for slot, tree in zip(slots, trees, strict=True)]
         for slot, tree, verdict in zip(slots, trees, engine.verify(requests), strict=True):
@@ -253,7 +253,8 @@ def test_texts(directory: Path) -> None:
         ]
         for each in sizes:
             assert tokens_of(llm, prompts, **each) == expected, each
-        assert llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens > 60
+        again = [llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens for _ in range(2)]
+        assert again[1] == 69, "what comes before the last token of a prompt is kept"
         stop = expected[4][11]
         params = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(stop,), method="ddtree", tree_budget=90)
         cut = llm.generate([prompts[4]], params)[0].outputs[0].token_ids

@@ -74,7 +74,7 @@ def test_no_block_is_left_out_silently() -> None:
     counts = {name: sum(state(block) == name for block in runnable) for name in ("run", "slow", "serves", "not run")}
     print(counts)
     assert sum(counts.values()) == len(runnable)
-    assert counts["run"] >= 15 and counts["slow"] >= 1 and counts["serves"] >= 2
+    assert counts["run"] >= 14 and counts["slow"] >= 1 and counts["serves"] >= 2
     for block in BLOCKS:
         where = f"{block.path.name}:{block.line}"
         assert block.mark != "not run" or len(block.reason.split()) >= 3, f"{where} is not run, and does not say why"

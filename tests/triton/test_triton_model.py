@@ -206,7 +206,7 @@ HOSTILE: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({}, "text_input is missing", {}),  # the server lets this through
     (trtllm(max_tokens=100_000), r"max_tokens 100000 does not fit: the prompt leaves \d+ of this engine's", {}),
     (trtllm(""), "the prompt has no tokens", {}),
-    (raw('{"seed": 1' + "0" * 400 + "}"), "seed must be an integer from 0 to .* an integer of about 401 digits", {}),
+    (raw('{"seed": 1' + "0" * 400 + "}"), "seed must be an integer from 0 to .* not 1000", {}),
     (raw('{"seed": ' + "9" * 5000 + "}"), "sampling_parameters: it is not valid JSON: number out of range", {}),
     (raw("[" * 100_000), "it is not valid JSON: recursion limit exceeded", {}),
     (raw("{"), "it is not valid JSON: EOF while parsing an object .*; give an object of names and values", {}),

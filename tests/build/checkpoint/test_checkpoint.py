@@ -140,8 +140,8 @@ def test_shapes_and_names_are_checked_before_any_tensor_is_read(tmp_path: Path) 
     message = refusal(tmp_path)
     assert "model.layers.0.mlp.gate_proj.weight has shape [48, 32]" in message and "calls for [64, 32]" in message
     edit_json(tmp_path / "config.json", intermediate_size=48, num_hidden_layers=4)
-    assert "lacks model.layers.3.input_layernorm.weight" in refusal(tmp_path)
-    assert "and 8 more" in refusal(tmp_path)
+    message = refusal(tmp_path)
+    assert "lacks model.layers.3." in message and "and 8 more" in message
     edit_json(tmp_path / "config.json", num_hidden_layers=2)
     assert "holds model.layers.2.input_layernorm.weight" in refusal(tmp_path)
     edit_json(tmp_path / "config.json", num_hidden_layers=3, tie_word_embeddings=False)
