@@ -162,6 +162,13 @@ def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatc
     assert profile.at(5000, 1, lambda times: times.verify_s(tokens)) == pytest.approx(1.0 + 0.1 * (tokens - 1))
 
 
+def test_a_longer_context_adds_for_every_slot_what_it_adds_for_one() -> None:
+    profile = Profile("f", PassTimes(1, 64, 0.1, ((1, 1.0), (9, 2.0))), PassTimes(1, 164, 0.1, ((1, 1.5), (9, 3.0))))
+    one = profile.at(264, 1, lambda times: times.verify_s(np.array([1, 5, 9])))
+    assert one == pytest.approx([2.0, 3.0, 4.0])
+    assert profile.at(264, 3, lambda times: times.verify_s(np.array([1, 5, 9]))) == pytest.approx(3 * one)
+
+
 # Troubles with the file
 
 
