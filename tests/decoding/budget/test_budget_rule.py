@@ -191,6 +191,14 @@ def test_drafting_resumes_where_it_pays_again() -> None:
     assert np.mean(ratios) < 1.6
 
 
+def test_a_pass_takes_what_its_rows_take_unless_it_is_padded() -> None:
+    """Two of eight slots with trees add a fourth of what eight do."""
+    for buckets, share in ((None, 0.25), ((1, 17, 65), 1.0)):
+        costs = Costs(MANY, 64, buckets)
+        added = [costs.verify_s(0, 8, trees)[1:] - costs.verify_s(0, 8)[0] for trees in (2, 8)]
+        assert added[0] == pytest.approx(share * added[1])
+
+
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
     """Of automatic budgets that begin with a profile wrong by that factor."""
     shared = machine.budgets(slots, wrong)
