@@ -209,7 +209,7 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     assert device.core.scheduler.free_slots == SLOTS
 
 
-@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_nothing_grows_with_the_rounds(
     rounds: int, directory: Path, prompts: list[Any], replayed: Counter[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,7 @@ def test_nothing_grows_with_the_rounds(
         finally:
             tracemalloc.stop()
     assert cached and used_later < used + BYTES and not {t: n for t, n in (later - objects).items() if n > OBJECTS}
-    sizes = {("round", *shape) for shape in held.shapes.verifications()}
+    sizes: set[tuple[Any, ...]] = {("round", *shape) for shape in held.shapes.verifications()}
     sizes |= {("round draft", *shape) for shape in held.shapes.drafts()}
     assert replayed.keys() <= sizes and made["passes"] == sum(n for key, n in replayed.items() if key[0] == "round")
 
