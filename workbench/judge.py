@@ -7,8 +7,9 @@ Needs no engine and reads no clock. Each line is a machine, a number of requests
 figures are tokens a second over those of single tokens: of `auto`, of the chain, of every fixed budget, and for one
 request of hindsight, which knows in each round what every size would have had accepted. The last column is `auto` over
 the best of them but hindsight. `--wrong 0.5` begins with a profile in which drafts take half and trees twice what they
-do, 2 the other way round. With `--late` a round is decided before the one before it is read, and its size before its
-drafts are seen, as where rounds stay on a device.
+do, 2 the other way round. `--busy 4` has rounds seem to take so much longer now and then, as where the machine does
+other work, which slows all of them down alike: figures count what they take without. With `--late` a round is decided
+before the one before it is read, and its size before its drafts are seen, as where rounds stay on a device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from workbench.drafts import Text, load
 from workbench.options import integers, print_row
 
 NODES, PAST = 64, 200
+STRETCH = 40  # rounds
 FIXED = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 PROFILED = (1, 2, 5, 17, 65)  # tree tokens
 
@@ -131,11 +133,13 @@ def play(
     *,
     width: int | None = None,
     late: bool = False,
+    busy: float = 1.0,
 ) -> tuple[float, int]:
-    """(time, tokens) of the answers, `slots` side by side. `width`: most children of a node; 1 makes chains."""
+    """(time, tokens) of the answers, `slots` side by side. `width`: most children of a node; 1 makes chains.
+    `busy`: how many times as long rounds seem to take in every fourth stretch of them."""
     waiting = deque(texts)
     running: list[_Slot] = []
-    seconds, tokens = 0.0, 0
+    seconds, tokens, rounds = 0.0, 0, 0
     while waiting or running:
         running += [_Slot(waiting.popleft(), make()) for _ in range(min(len(waiting), slots - len(running)))]
         plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in running], ahead=late)
@@ -149,7 +153,8 @@ def play(
         sizes = [min(n, len(tree)) for n, tree in zip(nodes, drafted, strict=True)]
         draft_s, verify_s = machine.draft_s(drafts), machine.verify_s([1 + n for n in sizes])
         seconds += draft_s + verify_s
-        plan.took(draft_s, verify_s, sizes)
+        rounds, load = rounds + 1, busy if rounds // STRETCH % 4 == 0 else 1.0
+        plan.took(draft_s * load, verify_s * load, sizes)
         for i, (s, n, tree) in enumerate(zip(running, nodes, drafted, strict=True)):
             tokens += _advance(s, tree, n, plan, i, late)
         running = [s for s in running if s.left]
@@ -191,7 +196,7 @@ def hindsight(machine: Machine, texts: Sequence[Text]) -> float:
 
 
 def speeds(
-    machine: Machine, texts: Sequence[Text], slots: int, *, wrong: float = 1.0, late: bool = False
+    machine: Machine, texts: Sequence[Text], slots: int, *, wrong: float = 1.0, late: bool = False, busy: float = 1.0
 ) -> dict[str, float]:
     """Tokens per time over those of single tokens, of `auto` and its rivals."""
 
@@ -200,7 +205,7 @@ def speeds(
         return tokens / seconds
 
     shared = machine.budgets(slots, wrong)
-    found = {"auto": rate(lambda: AutoBudget(shared), late=late), "ar": rate(lambda: FixedBudget(0))}
+    found = {"auto": rate(lambda: AutoBudget(shared), late=late, busy=busy), "ar": rate(lambda: FixedBudget(0))}
     found["chain"] = rate(lambda: FixedBudget(NODES), width=1)
     for nodes in FIXED:
         found[str(nodes)] = rate(lambda nodes=nodes: FixedBudget(nodes))  # type: ignore[misc]
@@ -213,13 +218,14 @@ def main(
     slots: str = "1",
     wrong: Annotated[float, typer.Option(help="the factor by which the first profile is wrong")] = 1.0,
     late: bool = False,
+    busy: Annotated[float, typer.Option(help="how much longer rounds seem in every fourth stretch of 40")] = 1.0,
 ) -> None:
     heads = ["machine", "slots", "texts", "auto", "chain", *map(str, FIXED), "hindsight", "auto / best"]
     print_row(heads, head=True)
     for name, count, path in product(machine.split(","), integers(slots), texts):
         played, known = MACHINES[name], load(path)
         known *= -(-count // len(known))
-        found = speeds(played, known, count, wrong=wrong, late=late)
+        found = speeds(played, known, count, wrong=wrong, late=late, busy=busy)
         best = max(speed for rival, speed in found.items() if rival != "auto")
         figures = [f"{speed:.2f}" for rival, speed in found.items() if rival != "ar"]
         seen = f"{hindsight(played, known) * played.verify_s([1]):.2f}" if count == 1 else ""

@@ -199,6 +199,24 @@ def test_a_pass_takes_what_its_rows_take_unless_it_is_padded() -> None:
         assert added[0] == pytest.approx(share * added[1])
 
 
+def test_other_work_slows_rounds_that_are_not_made_too() -> None:
+    """What single tokens cost beside trees stays as it was seen when other work begins and when it ends."""
+    costs = Costs(MANY, 64)
+    drafted_s, single_s, tree_s = (float(x) for x in (costs.draft_s(0, 8), *costs.verify_s(0, 8)[[0, 11]]))
+
+    def rounds(count: int, nodes: int, load: float) -> None:
+        for _ in range(count):
+            costs.learn(0, 8 * (nodes > 0), [nodes] * 8, drafted_s * load, (tree_s if nodes else single_s) * load)
+
+    rounds(8, 0, 1.0)
+    for load in (1.0, 5.0, 1.0, 0.2):
+        rounds(96, 11, load)
+        assert costs.verify_s(0, 8)[11] == pytest.approx(tree_s * load, rel=0.05)
+        assert costs.verify_s(0, 8)[0] == pytest.approx(single_s * load, rel=0.25)
+    saved = Costs(costs.corrected, 64)
+    np.testing.assert_allclose(saved.verify_s(0, 8), costs.verify_s(0, 8))
+
+
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
     """Of automatic budgets that begin with a profile wrong by that factor."""
     shared = machine.budgets(slots, wrong)

@@ -7,7 +7,8 @@
   request is one (`policy`). q̂ is the drafter's probability, corrected by how often such nodes were accepted. A drafter
   that drafts by tokens or by levels has no probabilities before it runs: there the length is chosen in the same way by
   how often rounds came to each depth.
-- **Costs** are what passes take: a coarse profile, corrected by the time of rounds (`costs`).
+- **Costs** are what passes take: a coarse profile, corrected by the time of rounds, and by how busy the machine is at
+  the moment (`costs`).
 - **Draft or not.** A request drafts where gain is expected, while what it has lost by drafting since it last gained,
   and a round of which nothing is accepted, are at most LOSS single-token passes. A new request expects of its drafts
   what the ones before it came to expect. Where none gains, one probes now and then: all probes of an engine may lose

@@ -16,6 +16,10 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
+PACE, KNOWN = (
+    1 / 4,
+    2,
+)  # weight of a round in what all take at the moment, and rounds after which its kind has half of it
 KINDS = 1024  # of rounds, whose figures in the profile are kept
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
@@ -24,10 +28,11 @@ SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made wit
 class Costs:
     """Seconds of passes by slots, tokens of context and tree nodes.
 
-    The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
-    slots: of drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between
-    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not
-    padded take what they would if the rows of all their trees were shared equally.
+    The profile is continued linearly in all three. Times of rounds correct it: by one ratio for all, the pace of the
+    moment, since other work slows down what is seldom made, too; and by mean ratios for each power of two of slots, of
+    drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between sizes
+    seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not padded
+    take what they would if the rows of all their trees were shared equally.
     """
 
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:
@@ -41,6 +46,7 @@ class Costs:
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
         self._means = {(each.kind, each.slots, each.size): each for each in profile.corrections}
+        self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
         self.rounds = 0  # that were learnt from
@@ -54,7 +60,8 @@ class Costs:
     def corrected(self) -> Profile:
         """The profile with what rounds have shown."""
         self._read()
-        return replace(self._profile, corrections=tuple(self._means.values()))
+        means = (replace(each, ratio=each.ratio * self._pace) for each in self._means.values())
+        return replace(self._profile, corrections=tuple(means))
 
     @property
     def context_s(self) -> float:
@@ -73,7 +80,7 @@ class Costs:
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
             sizes, seconds = self._profiled_curve(past // STEP, slots, trees)
-            costs = seconds * np.interp(sizes, *self._ratios("verify", slots))
+            costs = self._pace * seconds * np.interp(sizes, *self._ratios("verify", slots))
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -83,7 +90,9 @@ class Costs:
             return 0.0
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            self.kept[key] = self._ratios("draft", slots)[1][0] * self._profiled_draft_s(past // STEP, slots)
+            self.kept[key] = (
+                self._pace * self._ratios("draft", slots)[1][0] * self._profiled_draft_s(past // STEP, slots)
+            )
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
@@ -107,13 +116,15 @@ class Costs:
         self.kept.clear()
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
-        key, rounds = (kind, slots.bit_length(), size), 1
+        key, rounds = (kind, slots.bit_length(), size), 0
         if (known := self._means.get(key)) is not None:
-            mean, rounds = known.ratio, known.rounds + 1
+            mean, rounds = known.ratio, known.rounds
         else:
             mean = float(np.interp(size, *self._ratios(kind, slots)))
-        believed = min(max(ratio, mean / OUTLIER), mean * OUTLIER)
-        self._means[key] = Correction(*key, mean + max(SLOWEST, 1 / (1 + rounds)) * (believed - mean), rounds)
+        surprise = min(max(ratio / (mean * self._pace), 1 / OUTLIER), OUTLIER)
+        # A kind that is known tells how busy the machine is, which slows all of them down; a new one tells of itself.
+        self._pace *= surprise ** (PACE * rounds / (rounds + KNOWN))
+        self._means[key] = Correction(*key, mean * surprise ** max(SLOWEST, 1 / (2 + rounds)), rounds + 1)
 
     def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
         """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""
