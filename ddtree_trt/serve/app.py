@@ -25,10 +25,9 @@ from ddtree_trt.serve import errors, request_log
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
-from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.openai.chat import chat
 from ddtree_trt.serve.openai.completions import complete, detokenize, tokenize
-from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.memory import MemoryPlan
-from ddtree_trt.doctor import Diagnosis
-from ddtree_trt.inspection import EngineReport
+from ddtree_trt.doctor import Diagnosis, EngineReport
 from ddtree_trt.reading import printable
 
 if TYPE_CHECKING:
-    from ddtree_trt.build.dryrun import DryRun
+    from ddtree_trt.build.compile import DryRun
 
 
 def print_error(message: str) -> None:

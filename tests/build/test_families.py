@@ -19,8 +19,8 @@ from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer, open_tokenizer
 from ddtree_trt.build.pair import check_pair
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import PackagedSource
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
 
 
@@ -43,7 +43,7 @@ def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
             each = ("gate", "up") if name == "gate_up" else ("down",)
             for expert, part in itertools.product(range(experts), each):
                 expected[f"model.layers.{index}.mlp.experts.{expert}.{part}_proj.weight"] = rows // len(each), columns
-    assert language_model_shapes(dims, tied=tied) == expected
+    assert checkpoint_shapes(dims, tied=tied) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -16,8 +16,7 @@ from ray import serve
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.replicas import deployment, process
-from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.options import ReplicaOptions, ServeOptions
 
 ADVICE = "; end what else keeps this machine busy and try again, else see /somewhere/ray/session_latest/logs\n"
 

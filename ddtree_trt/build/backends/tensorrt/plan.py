@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddtree_trt.artifact.files import write_atomically
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS
 from ddtree_trt.device.libraries import load_plugins, make_log
 from ddtree_trt.errors import BuildError
-from ddtree_trt.files import write_atomically
 
 
 def make_monitor(trt: Any, stage: str, progress: Progress) -> Any:

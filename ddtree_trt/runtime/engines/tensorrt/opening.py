@@ -19,6 +19,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.artifact.files import write_atomically
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.tensor_files import read_tensors
@@ -39,7 +40,6 @@ from ddtree_trt.device.libraries import (
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.files import write_atomically
 from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
@@ -296,7 +296,6 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
         return engine.create_execution_context(without_memory)
 
     shared = Shared(
-        trt=trt,
         log=log,
         device=device,
         workspace=(addresses[buffers.WORKSPACE], workspace),
