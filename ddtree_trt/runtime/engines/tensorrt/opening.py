@@ -125,32 +125,6 @@ def check_plugins(directory: Path, manifest: Manifest) -> Path:
 _PIECE_BYTES = 16 << 20  # of a table, which is uploaded piece by piece
 
 
-class Tables:
-    """The tables of shared.safetensors: [V, H] in the engine's precision, a drafter's own under its prefix."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
-        self._tensors = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-        parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
-        # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
-        self.sources: dict[str, str] = {}
-        for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
-            for table in kind_of(dims).own_tables:
-                name = prefix + parts[table.name]
-                self.sources[name] = name if name in self._tensors else prefix + names.EMBEDDING
-
-    def upload(self, name: str, device: Device, address: int) -> None:
-        """Upload a table and wait for the copy. A head becomes float32, which represents its values exactly."""
-        table = self._tensors[self.sources[name]].mapped()
-        step = _PIECE_BYTES // table.itemsize
-        for start in range(0, len(table), step):
-            piece = table[start : start + step]
-            piece = piece.astype(np.float32) if name.endswith(names.HEAD) else piece
-            device.upload(address, piece)
-            device.synchronize()
-            address += piece.nbytes
-
-
 class KernelCache:
     """One IRuntimeCache for all contexts of an engine directory."""
 
@@ -269,7 +243,6 @@ def load_plans(directory: Path, manifest: Manifest) -> Loaded:
 
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
-    stored = Tables(directory, manifest)
     plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN, "compaction": artifact.COMPACTION_PLAN}
     sizes = sum(manifest.files[name].size for name in plans.values())
     dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
@@ -287,7 +260,12 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
-    tables = _fill(device, stored, layout, addresses)
+    # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
+    # slot of a pass writes rows of what is in the buffer for context.
+    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
+        if cleared in addresses:
+            device.clear(addresses[cleared], layout.sizes[cleared])
+    tables = _upload_tables(directory, manifest, device, addresses)
     portable = BACKENDS[manifest.backend].portable
     kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if portable else None
     without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -316,18 +294,25 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     )
 
 
-def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
-    """Upload the tables and clear what passes read before it is written; the tables' addresses by their names."""
-    tables: dict[str, int] = {}
-    for table in stored.sources:
-        tables[table] = addresses[_BUFFERS[table]]
-        stored.upload(table, device, tables[table])
-    # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
-    # slot of a pass writes rows of what is in the buffer for context.
-    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
-        if cleared in addresses:
-            device.clear(addresses[cleared], layout.sizes[cleared])
-    device.synchronize()
+def _upload_tables(directory: Path, manifest: Manifest, device: Device, addresses: Mapping[str, int]) -> dict[str, int]:
+    """Upload the tables of shared.safetensors, [V, H] in the engine's precision, a drafter's own under its prefix, and
+    return their addresses by name. A head becomes float32, which represents its values exactly."""
+    path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
+    stored = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
+    parts, tables = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}, dict[str, int]()
+    for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
+        for part in kind_of(dims).own_tables:
+            name = prefix + parts[part.name]
+            tables[name] = address = addresses[_BUFFERS[name]]
+            # A head that is absent is tied.
+            table = stored[name if name in stored else prefix + names.EMBEDDING].mapped()
+            step = _PIECE_BYTES // table.itemsize
+            for start in range(0, len(table), step):
+                piece = table[start : start + step]
+                piece = piece.astype(np.float32) if name.endswith(names.HEAD) else piece
+                device.upload(address, piece)
+                device.synchronize()
+                address += piece.nbytes
     return tables
 
 
