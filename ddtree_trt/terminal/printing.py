@@ -42,14 +42,16 @@ def progress_bars() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
+    from rich.table import Column
 
+    console = Console(stderr=True)
+    most = max(16, console.width - 50)  # which leaves 20 columns to the bar, and amount and time their own
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most)),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
     bars = Bars(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
 
@@ -58,22 +60,13 @@ def progress_bars() -> Iterator[Progress]:
         # Small totals count steps, large ones bytes.
         amount = f"{done}/{total}" if total < 10_000 else f"{decimal(done)} of {decimal(total)}"
         if stage not in tasks:
-            room = max(16, console.width - 50)  # which leaves 20 columns to the bar, and amount and time their own
-            tasks[stage] = bars.add_task(shortened(stage, room), total=total, amount=amount)
+            tasks[stage] = bars.add_task(stage, total=total, amount=amount)
         bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
     try:
         yield show
     finally:
         bars.stop()
-
-
-def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters: a longer one without its middle, since a file's name differs at its end."""
-    if len(text) <= most:
-        return text
-    head = (most - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
