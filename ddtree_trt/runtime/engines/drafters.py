@@ -123,6 +123,11 @@ class SlotCalls:
         self.target.cache.truncate(slot, length)
         self.drafter.truncate(slot, self.length(slot))
 
+    def release(self) -> None:
+        """Forget both, and with them their memory."""
+        for name in ("target", "drafter"):
+            vars(self).pop(name, None)
+
 
 def make_drafter(manifest: Manifest, *parts: Any) -> Drafter:
     """The drafter of an engine, made of what its backend gives to every kind. Raises ArtifactError for a kind that the

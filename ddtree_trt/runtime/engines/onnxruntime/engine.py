@@ -38,6 +38,7 @@ class OrtEngine(SlotCalls):
     mixes = True
 
     def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
+        """Loads an engine directory whose digests were checked."""
         self.manifest = manifest
         self.inexact = why_inexact(manifest)
         weights = manifest.files[artifact.WEIGHTS].size
@@ -47,11 +48,6 @@ class OrtEngine(SlotCalls):
         self.target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
         self.drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
-
-    @classmethod
-    def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> OrtEngine:
-        """Load an engine directory whose digests were checked."""
-        return cls(directory, manifest, options)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
@@ -86,5 +82,4 @@ class OrtEngine(SlotCalls):
 
     def close(self) -> None:
         self._last_passes.clear()
-        for network in ("target", "drafter"):
-            vars(self).pop(network, None)
+        self.release()

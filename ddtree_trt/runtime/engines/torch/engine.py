@@ -181,5 +181,4 @@ class TorchEngine(SlotCalls):
             self.synchronize()  # launched rounds may still use the memory that is released here
         finally:
             self.rounds = None
-            for name in ("target", "drafter"):
-                vars(self).pop(name, None)
+            self.release()

@@ -176,8 +176,7 @@ class ParallelEngine(SlotCalls):
             if self._failure is None:
                 self._end("it was closed")
             self._engine.close()
-            for name in ("target", "drafter"):
-                vars(self).pop(name, None)
+            self.release()
 
     def _whole(self, verdict: Verdict, number: int) -> Verdict:
         """A verdict with whole rows of logits, gathered from all ranks when the first of them is read; `number` is its
