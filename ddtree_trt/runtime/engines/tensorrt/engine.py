@@ -75,7 +75,7 @@ class TrtEngine(SlotCalls):
         def network(name: str, engine: Any, tables: Mapping[str, int], dims: TransformerDims, cache: str) -> TrtNetwork:
             shape = CacheShape.of(dims, self.limits, size)
             states = self._states.tensors if self._states else {}
-            return TrtNetwork(name, engine, loaded.shared, tables, dims, shape, at[cache], states)
+            return TrtNetwork(name, engine, loaded, tables, dims, shape, at[cache], states)
 
         shapes, kept = StateShapes.of(dims), dict[str, int]()
         self._states = DeltaStates(shapes, self.limits, device, at[buffers.TARGET_STATES]) if dims.delta else None

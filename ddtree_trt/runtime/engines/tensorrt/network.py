@@ -23,7 +23,7 @@ from ddtree_trt.models.decoder import TransformerDims
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shared:
     """Resources shared by the networks of an engine directory."""
 

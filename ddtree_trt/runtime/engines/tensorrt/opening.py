@@ -202,10 +202,9 @@ _BUFFERS = {
 
 
 @dataclass
-class Loaded:
+class Loaded(Shared):
     """The deserialised engines, and one block of device memory for all other data."""
 
-    device: Device
     target: Any  # ICudaEngine
     drafter: Any
     compaction: Any
@@ -216,7 +215,6 @@ class Loaded:
     candidates: int  # K of a block drafter; 0 of any other
     target_tables: Mapping[str, int]  # input → address
     drafter_tables: Mapping[str, int]
-    shared: Shared
 
     def close(self) -> None:
         """Release everything, graphs included. Contexts must have been released before."""
@@ -273,16 +271,13 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     def make_context(engine: Any, captured: bool) -> Any:
         return engine.create_execution_context(without_memory)
 
-    shared = Shared(
+    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
+    return Loaded(
+        **engines,
         log=log,
         device=device,
         workspace=(addresses[buffers.WORKSPACE], workspace),
         make_context=make_context if kernel_cache is None else kernel_cache.make_context,
-    )
-    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    return Loaded(
-        **engines,
-        device=device,
         runtime=runtime,
         kernel_cache=kernel_cache,
         layout=layout,
@@ -290,7 +285,6 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
         candidates=candidates,
         target_tables=tables,
         drafter_tables={**tables, **own},
-        shared=shared,
     )
 
 
