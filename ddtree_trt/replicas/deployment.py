@@ -34,10 +34,9 @@ from ddtree_trt import errors
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
-from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import with_origins
-from ddtree_trt.serve.metrics import page_encoder
+from ddtree_trt.serve.metrics import page_encoder, show_requests
 from ddtree_trt.serve.options import ReplicaOptions, ServeOptions
 from ddtree_trt.serve.server import listen
 
@@ -132,7 +131,7 @@ class Engine:
 
     def __init__(self, engine_dir: Path, options: ServeOptions) -> None:
         if options.request_log:
-            request_log.show()
+            show_requests()
         self._llm, self._gate = open_app(engine_dir, options, metrics_page=self._pages)
         self._metrics = self._gate.metrics
         self._app = _without_request_id(with_origins(self._gate, options))

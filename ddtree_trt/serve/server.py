@@ -22,9 +22,9 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
-from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import Gate, with_origins
+from ddtree_trt.serve.metrics import show_requests
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.terminal.printing import progress_bars
 from ddtree_trt.worker_process import limit
@@ -42,7 +42,7 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
     """
     if options.request_log:
-        request_log.show()
+        show_requests()
     with listen(options) as listener:
         with progress_bars() as progress:
             server = make_server(engine_dir, options, listener, progress)
