@@ -22,7 +22,7 @@ from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import write_atomically
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.tensor_files import read_tensors
+from ddtree_trt.artifact.tensor_files import StoredTensor, read_tensors
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import Layout, tensorrt_buffers
@@ -241,6 +241,7 @@ def load_plans(directory: Path, manifest: Manifest) -> Loaded:
 
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
+    stored = _read_tables(directory, manifest)
     plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN, "compaction": artifact.COMPACTION_PLAN}
     sizes = sum(manifest.files[name].size for name in plans.values())
     dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
@@ -263,7 +264,9 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
         if cleared in addresses:
             device.clear(addresses[cleared], layout.sizes[cleared])
-    tables = _upload_tables(directory, manifest, device, addresses)
+    tables = {name: addresses[_BUFFERS[name]] for name in stored}
+    for name, table in stored.items():
+        _upload(table, device, tables[name], single=name.endswith(names.HEAD))
     portable = BACKENDS[manifest.backend].portable
     kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if portable else None
     without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -288,26 +291,29 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     )
 
 
-def _upload_tables(directory: Path, manifest: Manifest, device: Device, addresses: Mapping[str, int]) -> dict[str, int]:
-    """Upload the tables of shared.safetensors, [V, H] in the engine's precision, a drafter's own under its prefix, and
-    return their addresses by name. A head becomes float32, which represents its values exactly."""
+def _read_tables(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """The tables of shared.safetensors, [V, H] in the engine's precision, by the names by which passes read them: a
+    drafter's own under its prefix. A head that is absent is tied."""
     path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
     stored = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-    parts, tables = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}, dict[str, int]()
+    parts, tables = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}, dict[str, StoredTensor]()
     for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
         for part in kind_of(dims).own_tables:
             name = prefix + parts[part.name]
-            tables[name] = address = addresses[_BUFFERS[name]]
-            # A head that is absent is tied.
-            table = stored[name if name in stored else prefix + names.EMBEDDING].mapped()
-            step = _PIECE_BYTES // table.itemsize
-            for start in range(0, len(table), step):
-                piece = table[start : start + step]
-                piece = piece.astype(np.float32) if name.endswith(names.HEAD) else piece
-                device.upload(address, piece)
-                device.synchronize()
-                address += piece.nbytes
+            tables[name] = stored[name if name in stored else prefix + names.EMBEDDING]
     return tables
+
+
+def _upload(table: StoredTensor, device: Device, address: int, *, single: bool) -> None:
+    """Upload a table and wait for the copy; `single`: in float32, which represents its values exactly."""
+    values = table.mapped()
+    step = _PIECE_BYTES // values.itemsize
+    for start in range(0, len(values), step):
+        piece = values[start : start + step]
+        piece = piece.astype(np.float32) if single else piece
+        device.upload(address, piece)
+        device.synchronize()
+        address += piece.nbytes
 
 
 def _check_memory(directory: Path, manifest: Manifest, device: Device, weights: int, buffers: int) -> None:
