@@ -15,9 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 from ddtree_trt import __version__
-from ddtree_trt.commands.bench import bench
+from ddtree_trt.commands.bench import bench, check
 from ddtree_trt.commands.build import build
-from ddtree_trt.commands.check import check
 from ddtree_trt.commands.export import export_triton, export_trtllm
 from ddtree_trt.commands.inspect import doctor, inspect
 from ddtree_trt.commands.run import RunCommand, run

@@ -1,27 +1,33 @@
-"""Diagnosis of this machine: what is installed, what each part enables, and the next command for what is missing.
-Imports nothing that is slow to load."""
+"""Diagnosis of this machine: what is installed, what each part enables, and the next command for what is missing; and
+the report on an engine directory. Imports nothing that is slow to load."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.backends import ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import installed_versions
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.choice import choose_backend
 from ddtree_trt.device.cpu import Cpu, read_cpu
 from ddtree_trt.device.gpus import Gpu, available_bytes
-from ddtree_trt.device.memory import plan_manifest
+from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, Survey, survey_machine
-from ddtree_trt.errors import ArtifactError, install_with
+from ddtree_trt.errors import ArtifactError, DDTreeError, install_with
 from ddtree_trt.plugins import ABI, library
+from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 _ONNXRUNTIMES = (ONNXRUNTIME.name, f"{ONNXRUNTIME.name}-gpu")  # one of them
 _PACKAGES = (
@@ -160,3 +166,40 @@ def _check_engine(directory: Path, gpus: tuple[Gpu, ...]) -> Check:
 
 def _listing(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    directory: str
+    manifest: Manifest
+    memory: MemoryPlan
+    problem: str | None  # why it cannot run on this machine, as far as that is known without loading it
+    total_bytes: int  # on disk
+    has_profile: bool
+    no_device_rounds: str | None  # why no request's rounds can stay on the device; None: those of fixed budgets can
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "memory": self.memory.to_dict()}
+
+
+def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineReport:
+    """Read an engine's manifest and verify every file of it. Raises ArtifactError."""
+    manifest = load_manifest(directory)
+    verify_files(directory, manifest, progress)
+    problem = None
+    if BACKENDS[manifest.backend].plans:
+        from ddtree_trt.runtime.engines.tensorrt.opening import check_machine
+
+        try:
+            check_machine(directory, manifest)
+        except DDTreeError as error:
+            problem = str(error)
+    return EngineReport(
+        directory=str(directory),
+        manifest=manifest,
+        memory=plan_manifest(manifest),
+        problem=problem,
+        total_bytes=sum(entry.size for entry in manifest.files.values()),
+        has_profile=(directory / artifact.PROFILE).is_file(),
+        no_device_rounds=engine_host_reason(manifest),
+    )

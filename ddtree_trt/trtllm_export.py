@@ -17,10 +17,9 @@ import yaml
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, CheckpointIdentity, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.build.checkpoint.paths import GGUF, is_gguf
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.build.sources import PackagedSource, locate, named_source
+from ddtree_trt.build.sources import GGUF, PackagedSource, is_gguf, locate, named_source
 from ddtree_trt.errors import UsageError
 
 RELEASE = "1.4.0rc1"  # whose sources the names are from

@@ -63,7 +63,7 @@ ONNXRUNTIME = Backend(
     builds=("fp32", "int8"),
     files=(files.TARGET_GRAPH, files.DRAFTER_GRAPH, files.WEIGHTS),
     builder="ddtree_trt.build.backends.onnxruntime.backend:OnnxRuntimeBuild",
-    engine="ddtree_trt.runtime.engines.onnxruntime.engine:OrtEngine.open",
+    engine="ddtree_trt.runtime.engines.onnxruntime.engine:OrtEngine",
     half="onnxruntime",
 )
 TORCH = Backend(

@@ -1,8 +1,10 @@
-"""The files of an engine directory: their names, their digests, and where engines are found."""
+"""The files of an engine directory: their names, their digests, where engines are found, and writing files whole or not
+at all."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,3 +77,22 @@ def newest_engine() -> Path:
     if not manifests:
         raise ArtifactError(f"no engine under {ENGINES}/; build one with: ddtree-trt build --target tiny")
     return manifests[-1].parent
+
+
+def temporary_sibling(path: Path) -> Path:
+    """A new hidden name in the directory of `path`, with the process id: `.NAME.tmp-PID-RANDOM`."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, text in UTF-8, with the permissions of the umask; it replaces an existing one.
+
+    Raises OSError; then an existing file is unchanged, and no temporary file is left.
+    """
+    temporary = temporary_sibling(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -14,11 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.files import ENGINES, MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_files
+from ddtree_trt.artifact.files import ENGINES, MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_files, write_atomically
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Limits, Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import printable
 
 

@@ -1,4 +1,5 @@
-"""Build an engine directory from a request: everything that can be refused is refused before any work."""
+"""Build an engine directory from a request: everything that can be refused is refused before any work. Or say what it
+would take in memory, from both networks' configuration alone."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ from ddtree_trt.build.pair import Pair, open_pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, Preset, find_preset
 from ddtree_trt.build.sources import Source, named_source
 from ddtree_trt.device.buffers import with_aligned_slots
+from ddtree_trt.device.gpus import available_bytes, find_gpus
+from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
@@ -227,3 +230,58 @@ def _limits(
     if backend.attention(networks) == "native":
         return with_aligned_slots(limits, networks, PRECISIONS[precision].value_bytes)
     return limits
+
+
+@dataclass(frozen=True)
+class DryRun:
+    name: str
+    backend: BackendName
+    precision: PrecisionName
+    limits: Limits
+    memory: MemoryPlan
+    available_bytes: int | None  # of the memory it would run in; None where this machine has no such
+    reason: str | None = None  # why backend `auto` chose this one; None where it was named
+
+    def check(self) -> None:
+        """Raises BuildError when the engine cannot fit, with the batch that does."""
+        memory, available = self.memory, self.available_bytes
+        if available is None or memory.total_bytes <= available:
+            return
+        # Buffers and workspace grow with the slots as the cache does.
+        each = (memory.total_bytes - memory.weights_bytes) / memory.slots
+        slots = int((available - memory.weights_bytes) // each)
+        advice = f"give --max-batch {slots}" if slots > 0 else "give a smaller --max-seq-len, or a smaller pair"
+        raise BuildError(
+            f"{self.name} needs about {memory.total_bytes / 1e9:.1f} GB of the {memory.place}'s memory, which has "
+            f"{available / 1e9:.1f} GB; {advice}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "limits": vars(self.limits), "memory": self.memory.to_dict()}
+
+
+def dry_run(request: BuildRequest) -> DryRun:
+    """Resolve a request as `compile_engine` would. A hub checkpoint's config.json is fetched, its weights are not.
+
+    Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
+    """
+    reasons: list[str] = []
+    found = resolve(request, reasons.append, dry_run=True)
+    name, networks = found.backend.backend.name, (found.pair.target.dims, found.pair.drafter.dims)
+    memory = plan_engine(
+        name,
+        found.precision,
+        *networks,
+        found.limits,
+        found.pair.weights_bytes(name, found.precision),
+        native=found.backend.attention(networks) == "native",
+    )
+    return DryRun(
+        name=request.name,
+        backend=name,
+        precision=found.precision,
+        limits=found.limits,
+        memory=memory,
+        available_bytes=available_bytes(memory.place, find_gpus()),
+        reason=next(iter(reasons), None),
+    )

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, sha256_files
+from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, sha256_files, temporary_sibling
 from ddtree_trt.artifact.manifest import FileEntry
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import BuildError
-from ddtree_trt.files import temporary_sibling
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _ASIDE = ".old"  # ends the name of an engine while another takes its place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +12,27 @@ from pathlib import Path
 
 from ddtree_trt.artifact.files import HUB_ID
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
-from ddtree_trt.build.checkpoint.paths import PART, checkpoint_name, is_gguf
 from ddtree_trt.errors import CheckpointError, MissingDependency
 
 # Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 # The same weights once more, in other layouts: in folders, and as their makers had them before Hugging Face's layout.
 _UNUSED = ["*/*", "consolidated*"]
+
+
+GGUF = ".gguf"
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # the name of a split file's part
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is to be read as a GGUF file: any file, and what would be one by its name."""
+    return path.is_file() or (path.suffix.lower() == GGUF and not path.is_dir())
+
+
+def checkpoint_name(path: Path) -> str:
+    """What the manifest calls a local checkpoint: the directory's name, or the file's as the user gave it, which in a
+    hub's cache is a link to a file that has a digest for a name."""
+    return path.name if is_gguf(path) else path.resolve().name
 
 
 @dataclass(frozen=True)

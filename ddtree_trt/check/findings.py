@@ -6,12 +6,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.check.agreement import Agreement
 from ddtree_trt.errors import UsageError
 
 BINS = 7  # few, since what goes wrong is a trend; and an even number of degrees, whose p-value has a closed form
@@ -135,6 +135,77 @@ class TauFinding:
     def passed(self) -> bool:
         """A τ above the range is no fault: what was accepted was verified."""
         return not self.judged or self.tau >= self.low
+
+
+PLACES = 12  # places of one text at which a chain is drafted
+LOST = 0.25  # share of the drafted tokens accepted with short contexts below which longer ones are said to fail
+SHORTEST_BIN = 128  # tokens: contexts are counted by powers of two from here
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt's tokens and those that the target chose after it."""
+
+    token_ids: tuple[int, ...]
+    start: int  # number of the prompt's tokens
+
+    def places(self, length: int) -> list[int]:
+        """At most PLACES token numbers, rising, each of which `length` chosen tokens follow where there are so many."""
+        last = max(len(self.token_ids) - 1 - length, self.start)
+        return sorted(set(np.linspace(self.start, last, PLACES).astype(int).tolist()))
+
+
+@dataclass(frozen=True)
+class ContextBin:
+    """Agreement at places with a context of at most `longest` tokens, and more than the bin before has."""
+
+    longest: int
+    places: int
+    accepted: float  # drafted tokens accepted, mean
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Leading tokens of drafted chains that the target chooses, at every place of some texts."""
+
+    contexts: tuple[int, ...]  # [P]: tokens before the one that is drafted behind
+    accepted: tuple[int, ...]  # [P]: leading drafted tokens that are the text's
+    length: int  # drafted tokens of a chain
+    broken_drafts: int = 0  # drafts whose log-probabilities are not finite numbers
+    broken_rows: int = 0  # rows of the target, one in front of every place, whose logits are not
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens of a round of that chain, the target's own included."""
+        return 1 + float(np.mean(self.accepted))
+
+    @property
+    def broken(self) -> bool:
+        """Whether the engine computes values that are not numbers."""
+        return bool(self.broken_drafts or self.broken_rows)
+
+    @property
+    def by_position(self) -> tuple[float, ...]:
+        """Share of places at which the drafted tokens up to position 1, 2, … are accepted."""
+        return tuple(float(np.mean(np.array(self.accepted) >= d)) for d in range(1, self.length + 1))
+
+    @property
+    def by_context(self) -> tuple[ContextBin, ...]:
+        """Bins of contexts up to 128, 256, 512, … tokens that have places."""
+        contexts, accepted = np.array(self.contexts), np.array(self.accepted)
+        edges = [-1, *(SHORTEST_BIN << i for i in range(24))]
+        found = [(high, accepted[(contexts > low) & (contexts <= high)]) for low, high in pairwise(edges)]
+        return tuple(ContextBin(high, len(values), float(values.mean())) for high, values in found if len(values))
+
+    @property
+    def fails_past(self) -> int | None:
+        """Tokens of context from which on drafts fail that are accepted with shorter ones; None where they do not."""
+        bins = self.by_context
+        for number, each in enumerate(bins[1:], 1):
+            best = max(b.accepted for b in bins[:number])
+            if all(b.accepted < LOST * best for b in bins[number:]) and each.places >= PLACES:
+                return bins[number - 1].longest
+        return None
 
 
 @dataclass(frozen=True)

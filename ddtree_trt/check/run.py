@@ -1,7 +1,7 @@
 """Checks of `ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter wired right.
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
-the precision rounds, and in an exact engine (`engines/exactness.py`) none may differ. Distribution: every sampled
+the precision rounds, and in an exact engine (`engines/base.py`) none may differ. Distribution: every sampled
 token's place in the target's own distribution is uniform. Golden τ: the mean acceptance length is in the pair's range.
 """
 
@@ -19,22 +19,25 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
-from ddtree_trt.check.agreement import Text, measure_agreement
 from ddtree_trt.check.findings import (
     LOW_TAU,
     TEMPERATURES,
+    Agreement,
     CheckReport,
     Difference,
     DistributionFinding,
     DraftingFinding,
     GreedyFinding,
     TauFinding,
+    Text,
     place_in_distribution,
     uniformity,
 )
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS, Method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
+from ddtree_trt.runtime.engines.base import DraftRequest, Engine, most_probable
+from ddtree_trt.runtime.tree import descend
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
@@ -177,3 +180,40 @@ def _check_distribution(
         findings.append(uniformity(places, case.label))
         progress("distribution", number + 1, len(cases))
     return tuple(findings)
+
+
+def measure_agreement(engine: Engine, texts: Sequence[Text]) -> Agreement:
+    """Draft a chain at the places of every text. Uses slot 0, and leaves it empty."""
+    manifest = engine.manifest
+    able = [m for m in METHODS.values() if m.drafts and m.serves(manifest.drafter_kind)]
+    method = min(able, key=lambda each: (each.branches, each.draws))  # of one chain, where the drafter's kind has one
+    length, chunk = manifest.drafting.longest_draft, manifest.limits.prefill_chunk
+    contexts, accepted, broken_drafts, broken_rows = list[int](), list[int](), 0, 0
+    for text in texts:
+        engine.truncate(0, 0)
+        for place in text.places(length):
+            for start in range(engine.length(0), place, chunk):
+                piece = np.array(text.token_ids[start : min(start + chunk, place)], np.int64)
+                row = engine.prefill(0, piece, rows="last", taps=True).logits[-1]
+            broken_rows += not np.isfinite(row).all()
+            matches = _matches(engine, method, text.token_ids[place:], length)
+            contexts.append(place)
+            accepted.append(matches or 0)
+            broken_drafts += matches is None
+    engine.truncate(0, 0)
+    return Agreement(tuple(contexts), tuple(accepted), length, broken_drafts, broken_rows)
+
+
+def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: int) -> int | None:
+    """Leading tokens of the chain drafted behind token_ids[0] that are the following ones; None where the draft has
+    values that are not numbers."""
+    top_k = method.candidates(length, False)
+    draft = engine.draft([DraftRequest(0, token_ids[0], top_k, length, most_probable)])[0]
+    if any(np.isnan(values).any() for values in vars(draft.candidates).values()):
+        return None
+    try:
+        tree = method.propose(draft, length, most_probable).tree
+    except ValueError:
+        return None
+    tokens = iter(token_ids[1:])
+    return len(descend(tree, lambda node: next(tokens, None))) - 1

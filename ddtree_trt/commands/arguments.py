@@ -18,8 +18,7 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.records import Option, flag_of, options
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import PARAMETERS
-from ddtree_trt.runtime.structured.names import STRUCTURED
-from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, StructuredOutput
+from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput
 
 EngineDirectory = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")]
 NewestByDefault = Annotated[

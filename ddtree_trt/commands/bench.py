@@ -1,4 +1,5 @@
-"""`ddtree-trt bench`: methods, budgets and prompts on one engine."""
+"""`ddtree-trt bench`: methods, budgets and prompts on one engine; `check`: whether it is lossless up to rounding, and
+its drafter as good as the pair's."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.commands.arguments import NewestByDefault, with_options
+from ddtree_trt.bench.settings import BenchSettings, CheckSettings
+from ddtree_trt.commands.arguments import AsJson, EngineDirectory, NewestByDefault, with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
@@ -72,3 +73,22 @@ def bench(
 
 def _items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
+
+
+@with_options()
+def check(engine_dir: EngineDirectory, settings: CheckSettings, json: AsJson = False) -> None:
+    """Check that an engine is lossless, its drafter wired right.
+
+    Every method must give what the target alone would, up to rounding. Ends with exit code 1 when something fails.
+    """
+    from ddtree_trt.check.findings import describe
+    from ddtree_trt.check.run import check_engine
+
+    with terminal.progress_bars() as progress:
+        report = check_engine(replace(settings, engine=str(engine_dir)), progress)
+    if json:
+        terminal.print_json(report.to_dict())
+    else:
+        print("\n".join(describe(report)))
+    if not report.passed:
+        raise typer.Exit(1)

@@ -14,8 +14,7 @@ from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.template_arguments import parse_arguments
 from ddtree_trt.build.backends.tensorrt.backend import runs_here
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
 from ddtree_trt.commands.arguments import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal

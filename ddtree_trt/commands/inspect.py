@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ddtree_trt.commands.arguments import AsJson, EngineDirectory
-from ddtree_trt.doctor import diagnose
-from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.doctor import diagnose, inspect_engine
 from ddtree_trt.terminal import printing as terminal
 
 

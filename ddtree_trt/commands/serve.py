@@ -13,8 +13,7 @@ import typer
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.commands.arguments import NewestByDefault, read_file, with_options
 from ddtree_trt.errors import MissingDependency, install_with
-from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
+from ddtree_trt.serve.options import ANSWER_OPTIONS, ReplicaOptions, ServeOptions
 
 
 @with_options()
@@ -35,7 +34,7 @@ def serve(
         if replicas is None:
             from ddtree_trt.serve.server import serve_engine
         else:
-            from ddtree_trt.replicas.process import serve_replicas
+            from ddtree_trt.replicas.deployment import serve_replicas
     if replicas is None:
         serve_engine(directory, options)
     else:

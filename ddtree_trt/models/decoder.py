@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling, contradiction
@@ -180,44 +180,48 @@ class Part:
         return tuple(self.shapes)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The parts of one layer; None for a part that the network's family, or this layer, does not have."""
+_T = TypeVar("_T")
 
-    input_norm: Part
-    qkv: Part  # [sum of `projected_widths`, H]: those of the dimensions, or in a delta-net layer of `DeltaNet`
-    qkv_bias: Part | None
-    q_norm: Part | None
-    k_norm: Part | None
-    o: Part
-    post_norm: Part
-    router: Part | None
-    gate_up: Part  # of all experts where there are any: [E·2·inner, H], expert after expert
-    down: Part  # likewise: [E·H, inner]
-    shared_gate_up: Part | None = None  # of the shared expert: [2·inner, H]
-    shared_down: Part | None = None  # [H, inner]
-    shared_gate: Part | None = None  # [1, H]
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Generic[_T]):
+    """The parts of one layer, or an engine's tensors of them; None for one that the network's family, or this layer,
+    does not have."""
+
+    input_norm: _T  # [H]
+    qkv: _T  # [sum of `projected_widths`, H]: those of the dimensions, or in a delta-net layer of `DeltaNet`
+    qkv_bias: _T | None = None  # [(Hq + 2·Hkv)·D]
+    q_norm: _T | None = None  # [D]
+    k_norm: _T | None = None  # [D]
+    o: _T  # [H, Hq·D], or [H, Hv·Dv]
+    post_norm: _T  # [H]
+    router: _T | None = None  # [E, H]
+    gate_up: _T  # [2·inner, H], or of all experts [E·2·inner, H], expert after expert
+    down: _T  # [H, inner], or [E·H, inner]
+    shared_gate_up: _T | None = None  # of the shared expert: [2·inner, H]
+    shared_down: _T | None = None  # [H, inner]
+    shared_gate: _T | None = None  # [1, H]
     # Of a delta-net layer:
-    conv: Part | None = None  # [C, taps]
-    decay: Part | None = None  # [Hv], negative: g is this times softplus(a + step_bias)
-    step_bias: Part | None = None  # [Hv]
-    head_norm: Part | None = None  # [Dv], of every head's output
+    conv: _T | None = None  # [C, taps]
+    decay: _T | None = None  # [Hv], negative: g is this times softplus(a + step_bias)
+    step_bias: _T | None = None  # [Hv]
+    head_norm: _T | None = None  # [Dv], of every head's output
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[_T]:
         """The parts it has, in the order of checkpoints."""
         return (part for part in vars(self).values() if part is not None)
 
     @property
-    def projected(self) -> tuple[Part, ...]:
+    def projected(self) -> tuple[_T, ...]:
         """The parts that compute queries, keys and values."""
         return (self.qkv,) if self.qkv_bias is None else (self.qkv, self.qkv_bias)
 
     @property
-    def others(self) -> Iterator[Part]:
+    def others(self) -> Iterator[_T]:
         return (part for part in self if part not in self.projected)
 
 
-def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
+def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer[Part]:
     """The parts of layer `index`; `body` is the prefix of layers in the checkpoint."""
     hidden, inner, experts = dims.hidden_size, dims.intermediate_size, dims.experts
 
@@ -232,7 +236,6 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
     if experts and experts.stacked:
         gate_up = {"mlp.experts.gate_up_proj": (experts.count, 2 * inner, hidden)}
         down = {"mlp.experts.down_proj": (experts.count, hidden, inner)}
-    parts: dict[str, Any] = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "router"))
     found = _attention_shapes(dims) if index in dims.attention_layers else _delta_shapes(dims)
     if experts:
         found["router"] = {"mlp.gate.weight": (experts.count, hidden)}
@@ -242,7 +245,7 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
         found |= {"shared_down": {own.format("down"): (hidden, rows)}}
         found |= {"shared_gate": {"mlp.shared_expert_gate.weight": (1, hidden)}}
     return Layer(
-        **(parts | {name: part(name, shapes) for name, shapes in found.items()}),
+        **{name: part(name, shapes) for name, shapes in found.items()},
         input_norm=part("input_norm", {"input_layernorm.weight": (hidden,)}),
         post_norm=part("post_norm", {"post_attention_layernorm.weight": (hidden,)}),
         gate_up=part("gate_up", gate_up),
@@ -290,7 +293,7 @@ def _delta_shapes(dims: TransformerDims) -> dict[str, Shapes]:
     return {part: {f"linear_attn.{name}": shape for name, shape in found.items()} for part, found in shapes.items()}
 
 
-def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
+def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer[Part]]:
     return [decoder_layer(dims, index, body) for index in range(dims.num_layers)]
 
 
@@ -308,13 +311,9 @@ def head(dims: TransformerDims) -> Part:
     return Part("head", {HEAD: dims.table})
 
 
-def language_model_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Every tensor of a target, or of an autoregressive drafter; with `tied` the head is the embedding."""
-    return shapes_of(language_model_stored(dims, tied=tied))
-
-
 def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part]:
-    """The same in the order of our weight files."""
+    """Every tensor of a target, or of an autoregressive drafter, in the order of our weight files; with `tied` the head
+    is the embedding."""
     yield embedding(dims)
     if not tied:
         yield head(dims)

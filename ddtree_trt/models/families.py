@@ -10,9 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.rope_scaling import scaling_entries
-
 # Field of `TransformerDims` → its name in every family's config.json.
 CONFIG_NAMES: Mapping[str, str] = {
     "vocab_size": "vocab_size",
@@ -92,23 +89,6 @@ class Family:
             known |= {"mtp_num_hidden_layers": None, "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
             known |= {"output_gate_type": ("swish", "silu")}
         return known
-
-    def config_entries(self, dims: TransformerDims) -> dict[str, object]:
-        """The entries of config.json that a network of the family has as a target and as a drafter."""
-        sizes = {name: getattr(dims, field) for field, name in self.names.items()}
-        plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
-        scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
-        mixture = {name: getattr(dims.experts, field) for field, name in EXPERT_NAMES.items()} if dims.experts else {}
-        mixture |= {SHARED_EXPERT: dims.experts.shared} if dims.experts and dims.experts.shared else {}
-        return {"model_type": self.model_type, **sizes, **plain, **scaling, **mixture, **_delta_entries(dims)}
-
-
-def _delta_entries(dims: TransformerDims) -> dict[str, object]:
-    if dims.delta is None:
-        return {}
-    kinds = [FULL_ATTENTION if i in dims.attention_layers else LINEAR_ATTENTION for i in range(dims.num_layers)]
-    sizes = {name: getattr(dims.delta, field) for field, name in DELTA_NAMES.items()}
-    return {**sizes, LAYER_TYPES: kinds, ROTARY_SHARE: dims.rotated / dims.head_dim}
 
 
 _COMMON: Mapping[str, float | None] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # of all families' defaults

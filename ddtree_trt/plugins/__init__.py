@@ -32,42 +32,6 @@ class MaskMode(IntEnum):
     NONE = 2  # every one of the T: the drafter's block
 
 
-class AttentionInput(IntEnum):
-    """Positions of DDTreeAttention's inputs. bf16 or fp16, all six of one type; control tensors are int32."""
-
-    Q = 0  # [N, T, Hq, D], after q-norm and RoPE
-    K = 1  # [N, T, Hkv, D], after k-norm and RoPE
-    V = 2  # [N, T, Hkv, D]
-    PAST_K = 3  # [slots, Hkv, S, D]
-    PAST_V = 4  # [slots, Hkv, S, D]
-    SLOT_IDS = 5  # int32 [N]
-    PAST_LEN = 6  # int32 [N]
-    TREE_MASK = 7  # int32 [N, T, W]; present in every mode, read in mode TREE
-
-
-class AttentionOutput(IntEnum):
-    """Positions of DDTreeAttention's outputs."""
-
-    ATTN = 0  # like q
-    PRESENT_K = 1  # at the address of past_k
-    PRESENT_V = 2  # at the address of past_v
-
-
-class CompactInput(IntEnum):
-    """Positions of DDTreeKVCompact's inputs. The node has no attributes."""
-
-    PAST_CACHE = 0  # [P, slots, Hkv, S, D], bf16 or fp16; P planes, the keys or the values of a layer each
-    SLOT_IDS = 1  # int32 [N]
-    PAST_LEN = 2  # int32 [N]
-    KEEP = 3  # int32 [N, K]: row past_len + keep[j] becomes row past_len + j; an entry that does not rise ends the list
-
-
-class CompactOutput(IntEnum):
-    """Positions of DDTreeKVCompact's outputs."""
-
-    PRESENT_CACHE = 0  # at the address of past_cache
-
-
 # Attributes of a DDTreeAttention node.
 NUM_Q_HEADS = "num_q_heads"  # int
 NUM_KV_HEADS = "num_kv_heads"  # int, divides num_q_heads

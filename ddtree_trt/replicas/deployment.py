@@ -1,4 +1,5 @@
-"""The application of Ray Serve: engines behind Ray's proxies.
+"""Engines behind Ray's proxies: the application of Ray Serve, and `ddtree-trt serve --replicas`, which deploys it on a
+cluster and removes it when a signal ends it.
 
 `serve run ddtree_trt.replicas.deployment:app engine_dir=/path/to/engine replicas=2` deploys it with Ray's own command.
 """
@@ -9,6 +10,8 @@ import asyncio
 import logging
 import math
 import os
+import re
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,18 +26,19 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ray import serve
 from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ddtree_trt import errors
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
-from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import with_origins
-from ddtree_trt.serve.metrics import page_encoder
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.metrics import page_encoder, show_requests
+from ddtree_trt.serve.options import ReplicaOptions, ServeOptions
+from ddtree_trt.serve.server import listen
 
 _CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minutes
 
@@ -127,7 +131,7 @@ class Engine:
 
     def __init__(self, engine_dir: Path, options: ServeOptions) -> None:
         if options.request_log:
-            request_log.show()
+            show_requests()
         self._llm, self._gate = open_app(engine_dir, options, metrics_page=self._pages)
         self._metrics = self._gate.metrics
         self._app = _without_request_id(with_origins(self._gate, options))
@@ -263,3 +267,83 @@ def _parsed(kind: Any, values: dict[str, Any]) -> Any:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{name}: {first['msg']}") from error
+
+
+APPLICATION = "ddtree-trt"
+# Of Ray's controller and the proxies that it starts. A busy machine takes longer for a proxy than the 5 s after which
+# Ray kills it; and an engine that fails is a page of tracebacks on the terminal, which `_run` says in one line.
+_CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_LOG_TO_STDERR": "0"}
+
+
+def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> None:
+    """Serve an engine by replicas until SIGTERM or SIGINT ends it. Prints one line when it is ready.
+
+    Raises ArtifactError when there is no engine, the first engine's own error when it cannot be opened, EngineError
+    when Ray or the replicas do not start, UsageError when the address cannot be used, the machine has no room, or Ray
+    Serve runs on the cluster already.
+    """
+    manifest = load_manifest(engine_dir)
+    if options.stall_timeout_s != ServeOptions.stall_timeout_s:
+        raise UsageError("--stall-timeout cannot be had with --replicas: Ray's proxy has the connections; leave it out")
+    with listen(options) as listener:  # that the address can be used, and which port 0 stands for
+        port = listener.getsockname()[1]
+    with connected() as started:
+        cpus, gpus = resources_per_replica(manifest.backend, replicas, options.ranks, check=started)
+        if not started and serve.status().applications:
+            raise UsageError(
+                "Ray Serve runs applications on this cluster already; deploy beside them with: "
+                f"serve run ddtree_trt.replicas.deployment:app engine_dir={engine_dir.resolve()}"
+            )
+        try:
+            with starting("Ray Serve"):
+                serve.start(
+                    http_options={"host": options.host, "port": port},
+                    logging_config=log_settings(options),
+                    controller_options={
+                        "runtime_env": {"env_vars": {name: os.environ.get(name, v) for name, v in _CONTROLLER.items()}}
+                    },
+                )
+            engines = _run(engine_dir, options, replicas)
+            count = f"{replicas.replicas}" + f" to {replicas.most}" * (replicas.most > replicas.replicas)
+            each = f"{manifest.limits.max_batch} slots, {_count(cpus, 'CPU')}" + f", {_count(gpus, 'GPU')}" * bool(gpus)
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            name = options.model_name or manifest.name
+            ready = f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}"
+            asyncio.run(_serve_until_signals(ready, engines, options.drain_timeout_s))
+        finally:
+            serve.shutdown()
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' * (number != 1)}"
+
+
+def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> DeploymentHandle[object]:
+    with starting("the replicas"):
+        try:
+            return serve.run(application(engine_dir, options, replicas), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            status = serve.status().applications.get(APPLICATION)
+            messages = [d.message for d in status.deployments.values() if d.message] if status else []
+            reason = (messages or [str(error)])[0].strip().splitlines()[-1]
+            if own := re.fullmatch(r"ddtree_trt\.errors\.(\w+): (.+)", reason):
+                raise getattr(errors, own[1])(own[2]) from error
+            raise RuntimeError(reason) from error
+
+
+async def _serve_until_signals(ready: str, engines: DeploymentHandle[object], drain_timeout_s: float) -> None:
+    """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
+    ends them."""
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    print(ready, flush=True)  # who reads it may send a signal
+    await signals.get()
+    drained = asyncio.ensure_future(engines.broadcast("drain", drain_timeout_s).results_async())
+    while not drained.done():
+        another = asyncio.ensure_future(signals.get())
+        await asyncio.wait({drained, another}, return_when=asyncio.FIRST_COMPLETED)
+        if another.done():
+            await engines.broadcast("end_all").results_async()
+        another.cancel()
+    drained.result()

@@ -19,10 +19,9 @@ from ddtree_trt.artifact.files import MANIFEST, sha256_file
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import MAX_COUNT, DDTreeError, EngineError, UsageError, check_range, shown
-from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.runtime.params import MAX_SEED
 from ddtree_trt.serve.app import open_app
-from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
+from ddtree_trt.serve.options import ANSWER_OPTIONS, ReplicaOptions, ServeOptions
 
 Row = dict[str, Any]  # an answer as a line of OpenAI's batch output
 Ask = Callable[["OfflineRequest"], Awaitable[Row]]  # of an engine

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import After, Between, Expected, check_fields
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
-from ddtree_trt.runtime.structured.names import without_aliases
-from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.runtime.structured.record import StructuredOutput, without_aliases
 from ddtree_trt.runtime.values import Biases, Count, Positive, Share, Texts, TokenIds, plain
 
 DEFAULT_MAX_TOKENS = 256

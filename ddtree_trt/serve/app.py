@@ -21,14 +21,13 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request as EngineRequest
 from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.serve import errors, request_log
+from ddtree_trt.serve import errors
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
-from ddtree_trt.serve.metrics import Metrics
-from ddtree_trt.serve.openai.body import read
+from ddtree_trt.serve.metrics import Metrics, log_request
 from ddtree_trt.serve.openai.chat import chat
 from ddtree_trt.serve.openai.completions import complete, detokenize, tokenize
-from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
@@ -53,7 +52,7 @@ def open_app(
 
     def finished(request: EngineRequest) -> None:
         metrics.finished(request)
-        request_log.write(request)
+        log_request(request)
 
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     examples = read_examples(engine_dir) if options.playground else None

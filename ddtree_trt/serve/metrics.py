@@ -1,10 +1,11 @@
-"""Prometheus metrics of one server.
+"""Prometheus metrics of one server, and its log: a line about every request that ended, how many tokens, and how fast.
 
 Requests are counted when they end, on the engine's worker thread, so cancelled and failed ones are included.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, POSITIONS, SECONDS, SECONDS_PER_TOKEN, Unit
 from ddtree_trt.runtime.request_maker import Request
+from ddtree_trt.runtime.stats import merge
 
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 Made = TypeVar("Made", Counter, Gauge, Histogram)
@@ -111,3 +113,34 @@ def _bounds(manifest: Manifest) -> dict[Unit, Sequence[float]]:
         "tokens of a round": range(1, 2 + manifest.drafting.longest_draft),
         "tokens of a request": [tokens for tokens in rising if tokens <= manifest.limits.max_seq_len],
     }
+
+
+_log = logging.getLogger("ddtree_trt.requests")
+
+
+def show_requests() -> None:
+    """Have the lines written to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    _log.handlers, _log.propagate = [handler], False
+    _log.setLevel(logging.INFO)
+
+
+def log_request(request: Request) -> None:
+    """Write the line of a request that ended, for whatever reason."""
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s", request_line(request))
+
+
+def request_line(request: Request) -> str:
+    """What the log says of a request; its sequences are counted together."""
+    metrics = merge(sequence.metrics for sequence in request.sequences)
+    ends = sorted({"error" if s.error is not None else str(s.finish_reason) for s in request.sequences})
+    parts = [f"{metrics.prompt_tokens} prompt tokens, {metrics.cached_tokens} cached", f"{metrics.output_tokens} new"]
+    if (first := metrics.time_to_first_token_s) is not None:
+        parts.append(f"first after {first:.3f} s")
+    if (seconds := metrics.inference_time_s) is not None and seconds > 0:
+        parts.append(f"{metrics.output_tokens / seconds:.1f} tokens/s")
+    if metrics.rounds:
+        parts.append(f"{metrics.mean_acceptance_length:.1f} a round")
+    return f"{request.request_id}: {', '.join(parts)}; {', '.join(ends)}"

@@ -11,8 +11,10 @@ import socket
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -20,10 +22,9 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
-from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
-from ddtree_trt.serve.connections import Connection
 from ddtree_trt.serve.limits import Gate, with_origins
+from ddtree_trt.serve.metrics import show_requests
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.terminal.printing import progress_bars
 from ddtree_trt.worker_process import limit
@@ -41,7 +42,7 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
     """
     if options.request_log:
-        request_log.show()
+        show_requests()
     with listen(options) as listener:
         with progress_bars() as progress:
             server = make_server(engine_dir, options, listener, progress)
@@ -122,6 +123,39 @@ def _method(manifest: Manifest) -> str:
     if manifest.drafting.drafts == "tokens":  # chains, drafted token by token
         most = min(most, manifest.drafting.longest_draft)
     return f"{method.name} with automatic budgets of up to {most} draft tokens a round"
+
+
+HEAD_S = 10.0  # for the head of a request, from the connection's beginning or the answer before
+
+
+class Connection(H11Protocol):
+    """One connection. Bytes of a head do not renew its time."""
+
+    _waits: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_or_not()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait_or_not()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_or_not()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_or_not()
+
+    def _wait_or_not(self) -> None:
+        answering: Any = self.cycle is not None and not self.cycle.response_complete
+        if self._waits is not None and (answering or self.transport.is_closing()):
+            self._waits.cancel()
+            self._waits = None
+        elif self._waits is None and not (answering or self.transport.is_closing()):
+            self._waits = self.loop.call_later(HEAD_S, self.transport.close)
 
 
 class Server(uvicorn.Server):

@@ -15,7 +15,7 @@ from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
-from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED, given_name
+from ddtree_trt.runtime.structured.record import ALIASES, STRUCTURED, given_name
 from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import ApiError, cut, invalid
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, Message

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.memory import MemoryPlan
-from ddtree_trt.doctor import Diagnosis
-from ddtree_trt.inspection import EngineReport
+from ddtree_trt.doctor import Diagnosis, EngineReport
 from ddtree_trt.reading import printable
 
 if TYPE_CHECKING:
-    from ddtree_trt.build.dryrun import DryRun
+    from ddtree_trt.build.compile import DryRun
 
 
 def print_error(message: str) -> None:
@@ -41,48 +42,31 @@ def progress_bars() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
+    from rich.table import Column
 
+    console = Console(stderr=True)
+    most = max(16, console.width - 50)  # which leaves 20 columns to the bar, and amount and time their own
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most)),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
     bars = Bars(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
 
     def show(stage: str, done: int, total: int, /) -> None:
         bars.start()  # at the first stage: until then stdout is not rich's
         # Small totals count steps, large ones bytes.
-        amount = f"{done}/{total}" if total < 10_000 else f"{human_bytes(done)} of {human_bytes(total)}"
+        amount = f"{done}/{total}" if total < 10_000 else f"{decimal(done)} of {decimal(total)}"
         if stage not in tasks:
-            room = max(16, console.width - 50)  # which leaves 20 columns to the bar, and amount and time their own
-            tasks[stage] = bars.add_task(shortened(stage, room), total=total, amount=amount)
+            tasks[stage] = bars.add_task(stage, total=total, amount=amount)
         bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
     try:
         yield show
     finally:
         bars.stop()
-
-
-def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters: a longer one without its middle, since a file's name differs at its end."""
-    if len(text) <= most:
-        return text
-    head = (most - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
-
-
-def human_bytes(count: int) -> str:
-    """Bytes in decimal units: 999 B, 1.2 kB, 17.5 MB."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
@@ -99,7 +83,7 @@ def print_note(line: str) -> None:
 
 def print_built(directory: Path, manifest: Manifest, seconds: float) -> None:
     """Print what was built in how many seconds, and the next command."""
-    size = human_bytes(sum(entry.size for entry in manifest.files.values()))
+    size = decimal(sum(entry.size for entry in manifest.files.values()))
     shown_directory = printable(str(directory))
     print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {seconds:.1f} s")
     print(f"next: ddtree-trt run {printable(shlex.quote(str(directory)))}")
@@ -110,7 +94,7 @@ def print_dry_run(would: DryRun) -> None:
         print_note(would.reason)
     print(f"{would.name}: {would.backend} {would.precision} engine, not built")
     available = would.available_bytes
-    found = "no GPU whose memory is known" if available is None else human_bytes(available)
+    found = "no GPU whose memory is known" if available is None else decimal(available)
     print_fields([("limits", _listing(vars(would.limits))), *_memory_fields(would.memory), ("there is", found)])
 
 
@@ -134,22 +118,22 @@ def print_engine(report: EngineReport) -> None:
             ("device rounds", f"none: {host_reason}" if host_reason else "on a GPU, methods ar, dflash and ddtree"),
             ("profile", "measured" if report.has_profile else "not measured yet"),
             ("build time", f"{m.build_seconds:.1f} s"),
-            ("files", human_bytes(report.total_bytes)),
+            ("files", decimal(report.total_bytes)),
         ]
     )
-    files = ((name, f"{human_bytes(e.size):>9}  {e.sha256[:16]}") for name, e in m.files.items())
+    files = ((name, f"{decimal(e.size):>9}  {e.sha256[:16]}") for name, e in m.files.items())
     print_fields(files, indent="  ")
 
 
 def _memory_fields(plan: MemoryPlan) -> list[tuple[str, str]]:
     """A memory plan as named lines."""
-    each, every = human_bytes(plan.kv_bytes_per_slot), human_bytes(plan.kv_bytes_all_slots)
+    each, every = decimal(plan.kv_bytes_per_slot), decimal(plan.kv_bytes_all_slots)
     return [
-        ("weights", human_bytes(plan.weights_bytes)),
+        ("weights", decimal(plan.weights_bytes)),
         ("KV cache", f"{each} per slot, {every} for {plan.slots} slots at full length"),
-        ("buffers", f"{human_bytes(plan.buffers_bytes)}: logits, tapped states, control data"),
-        ("workspace", f"about {human_bytes(plan.workspace_bytes)}"),
-        ("memory", f"about {human_bytes(plan.total_bytes)} on the {plan.place}"),
+        ("buffers", f"{decimal(plan.buffers_bytes)}: logits, tapped states, control data"),
+        ("workspace", f"about {decimal(plan.workspace_bytes)}"),
+        ("memory", f"about {decimal(plan.total_bytes)} on the {plan.place}"),
     ]
 
 

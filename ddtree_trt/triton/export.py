@@ -19,7 +19,7 @@ from typing import Any
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, PROFILE, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, PROFILE
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -32,7 +32,7 @@ from ddtree_trt.records import check, option, with_fields
 from ddtree_trt.triton import ENGINE_FOLDER
 from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
 
-MARKER = "export.json"
+MARKER = "export.json"  # written last
 VERSION_FOLDER = "1"
 _MAX_INSTANCES = 64  # far above any use: a larger number is a typing error
 _MAX_GPUS = 1024  # likewise
@@ -58,6 +58,7 @@ class ExportOptions:
     gpus: tuple[int, ...] = ()  # in the server's numbering; () is the CPU, or GPU 0 for an engine that needs one
     max_queue: int = option(256, "Sequences that may wait in one instance.", within=(0, MAX_COUNT))
     link: bool = option(False, "Link the engine by a relative path, or copy it.", flag="--link/--copy")
+    force: bool = option(False, "Replace an earlier export.")
 
     def __post_init__(self) -> None:
         check(self)
@@ -74,12 +75,12 @@ def export_triton(
     progress: Progress = no_progress,
     **fields: Any,
 ) -> Path:
-    """Write the model and return its directory, REPOSITORY/NAME. An earlier export of that name is replaced.
+    """Write the model and return its directory, REPOSITORY/NAME.
 
     `model_name`: the engine's unless given; `fields`: of `ExportOptions`, over `options`.
 
     Raises UsageError for a wrong request, ArtifactError for an engine that cannot be used, and BuildError when the
-    directory cannot be written or holds files that no export wrote; the directory is not changed then.
+    directory cannot be written or must not be replaced; it is not changed then.
     """
     options = with_fields(ExportOptions, options, fields)
     manifest = load_manifest(engine_dir)
@@ -99,7 +100,6 @@ def export_triton(
         raise UsageError(f"{destination} lies inside the engine directory; choose another repository")
     if engine.is_relative_to(destination):
         raise UsageError(f"the engine {engine} lies inside {destination}, which would be replaced; name another model")
-    _check_untouched(destination)
     verify_files(engine_dir, manifest, progress)
     curl = f"curl -s localhost:8000/v2/models/{name}"
     extra = f"[{found}]" if (found := BACKENDS[manifest.backend].extra) else ""
@@ -125,48 +125,20 @@ def export_triton(
     template = resources.files("ddtree_trt") / "triton_repo" / "model"
     if not (template / "README.md").is_file():
         raise BuildError(f"the installation lacks {template}; install ddtree-trt again")
-    with atomic_directory(destination, force=True, marker=MARKER) as directory:
+    with atomic_directory(destination, force=options.force, marker=MARKER) as directory:
         version = directory / VERSION_FOLDER
         version.mkdir()
         (version / "model.py").write_bytes((template / VERSION_FOLDER / "model.py").read_bytes())
         for file in ("config.pbtxt", "README.md"):
             text = Template((template / file).read_text(encoding="utf-8")).substitute(values)
             (directory / file).write_text(text, encoding="utf-8")
-        written = {
-            path.relative_to(directory).as_posix(): sha256_file(path)
-            for path in sorted(directory.rglob("*"))
-            if path.is_file()
-        }
         if options.link:  # relative to the final directory, not to the temporary one
             (version / ENGINE_FOLDER).symlink_to(os.path.relpath(engine, destination / VERSION_FOLDER))
         else:
             _copy_engine(engine, manifest, version / ENGINE_FOLDER, progress)
-        record = {"product_version": __version__, "layout": options.layout, "files": written}
+        record = {"product_version": __version__, "layout": options.layout}
         (directory / MARKER).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return destination
-
-
-def _check_untouched(destination: Path) -> None:
-    """Raises BuildError for a directory with files other than those of an unedited export and of running it."""
-    marker = destination / MARKER
-    if not marker.is_file():
-        return  # atomic_directory takes an empty or missing directory and refuses every other
-    try:
-        written: dict[str, str] = json.loads(marker.read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"{marker} is damaged ({error!r}); move {destination} away") from error
-    engine = destination / VERSION_FOLDER / ENGINE_FOLDER
-    expected = {marker, engine, *(engine / name for name in (MANIFEST, *OF_THIS_MACHINE))}
-    if not engine.is_symlink():
-        expected |= {engine / name for name in load_manifest(engine).files}
-    for path in sorted(destination.rglob("*")):
-        if path in expected or (path.is_dir() and not path.is_symlink()) or path.parent.name == "__pycache__":
-            continue
-        name = path.relative_to(destination).as_posix()
-        if name not in written:
-            raise BuildError(f"{path} was not written by an export; move it away, or give another --model-name")
-        if sha256_file(path) != written[name]:
-            raise BuildError(f"{path} was edited since its export; move it away, or give another --model-name")
 
 
 def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: Progress) -> None:

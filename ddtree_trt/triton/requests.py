@@ -19,8 +19,7 @@ from ddtree_trt.reading import Source, parse_json
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
-from ddtree_trt.runtime.structured.names import STRUCTURED, without_aliases
-from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput, without_aliases
 from ddtree_trt.triton.layouts import TIMES, Layout, Tensor
 
 Inputs = Mapping[str, NDArray[Any]]

@@ -13,9 +13,16 @@ from majority_pair import build_majority
 
 from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.bench.settings import Case, CheckSettings
-from ddtree_trt.check.agreement import Agreement, ContextBin, Text, measure_agreement
-from ddtree_trt.check.findings import CAUSES, CheckReport, DraftingFinding, describe
-from ddtree_trt.check.run import answers, check_engine
+from ddtree_trt.check.findings import (
+    CAUSES,
+    Agreement,
+    CheckReport,
+    ContextBin,
+    DraftingFinding,
+    Text,
+    describe,
+)
+from ddtree_trt.check.run import answers, check_engine, measure_agreement
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
 

@@ -16,8 +16,7 @@ from ddtree_trt.build import compile as compiling
 from ddtree_trt.build.checkpoint.outline import Outline
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.choice import Wanted, choose_backend
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
 from ddtree_trt.build.pair import Pair
 from ddtree_trt.device.gpus import Gpu, visible_gpus
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey

@@ -37,8 +37,9 @@ from ddtree_trt.build.choice import resolve_precision
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
 from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.models.decoder import EMBEDDING
 from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 
 
@@ -103,7 +104,7 @@ def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: 
     stored = np.frombuffer(data[offset : offset + length], np.float32).reshape(TARGET_DIMS.vocab_size, -1)
     np.testing.assert_array_equal(stored, load_checkpoint(pair[0]).tensor(EMBEDDING))
     if dtype == "fp32":
-        written = random_weights(language_model_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
+        written = random_weights(checkpoint_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
         np.testing.assert_array_equal(stored, written)
     for graph in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH):
         ort.InferenceSession(tmp_path / "engine" / graph, session_options(1), providers=["CPUExecutionProvider"])

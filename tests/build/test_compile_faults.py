@@ -30,8 +30,8 @@ from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.directory import atomic_directory, prepare_destination
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import BuildError, UsageError
-from ddtree_trt.models.decoder import language_model_shapes
 
 # Damaged engines
 
@@ -51,7 +51,7 @@ def test_a_damaged_engine_can_be_rebuilt_in_place(cli: Cli, pair: tuple[Path, Pa
 
 
 def not_finite(target: Path) -> None:
-    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights = random_weights(checkpoint_shapes(TARGET_DIMS, tied=True), seed=0)
     weights["model.layers.2.mlp.down_proj.weight"][3, 1] = np.nan
     write_safetensors(target / "model.safetensors", weights, "fp16")
 

@@ -21,8 +21,8 @@ from ddtree_trt.artifact.manifest import _body_digest, load_manifest
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.directory import describe_files
+from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.errors import ArtifactError, DDTreeError
-from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.runtime import core
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine

@@ -19,9 +19,10 @@ from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer, open_tokenizer
 from ddtree_trt.build.pair import check_pair
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import PackagedSource
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from tools import config_entries
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -29,7 +30,7 @@ from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, F
 def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     """Every name and shape, and no other."""
     dims = dims_of(family)
-    entries: dict[str, Any] = family.config_entries(dims)
+    entries: dict[str, Any] = config_entries.of_family(family, dims)
     config = transformers.AutoConfig.for_model(**entries, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -43,7 +44,7 @@ def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
             each = ("gate", "up") if name == "gate_up" else ("down",)
             for expert, part in itertools.product(range(experts), each):
                 expected[f"model.layers.{index}.mlp.experts.{expert}.{part}_proj.weight"] = rows // len(each), columns
-    assert language_model_shapes(dims, tied=tied) == expected
+    assert checkpoint_shapes(dims, tied=tied) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

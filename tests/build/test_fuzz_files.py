@@ -22,10 +22,9 @@ from fuzzing import linked_copy, mutate_json, mutate_weights
 
 from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
 from ddtree_trt.artifact.manifest import _body_digest, load_manifest
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
+from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec

@@ -20,7 +20,6 @@ from ddtree_trt.commands import build as building
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.errors import install_with
-from ddtree_trt.terminal import printing as terminal
 
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # backend auto is the CPU's on every machine
 
@@ -142,14 +141,6 @@ def test_a_closed_pipe_is_no_error(built_folder: Path) -> None:
     command = f"{sys.executable} -m ddtree_trt.cli inspect engines/tiny --json | head -c 1"
     shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=built_folder)
     assert (shown.stdout, shown.stderr) == ("{", "")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(999, "999 B"), (17_500_000, "17.5 MB"), (2e12, "2.0 TB")],
-)
-def test_human_bytes(count: int, text: str) -> None:
-    assert terminal.human_bytes(count) == text
 
 
 # What doctor reads

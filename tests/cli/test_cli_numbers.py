@@ -13,9 +13,8 @@ from command_line import Cli
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.cli import app
 from ddtree_trt.records import options
-from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.runtime.options import EngineOptions
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.options import ReplicaOptions, ServeOptions
 
 # What stands beside the option: a call that is right without it. ENGINE is the tiny engine, FOLDER an empty directory.
 ARGUMENTS = {

@@ -23,8 +23,7 @@ from rounded_truth import RoundedTruth
 
 from ddtree_trt.artifact.files import TARGET_GRAPH
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
 from ddtree_trt.build.graph.lowering_int8 import LARGEST, PARTS, Int8Graph, quantize_channels
 from ddtree_trt.build.graph.ops import Fine, Table
 from ddtree_trt.build.graph.rotation import rotate, walsh

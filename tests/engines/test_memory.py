@@ -21,11 +21,9 @@ from typer.testing import CliRunner
 
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build import dryrun
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, DryRun, compile_engine, dry_run
 from ddtree_trt.cli import app
 from ddtree_trt.device import buffers as places
 from ddtree_trt.device.buffers import (
@@ -38,9 +36,9 @@ from ddtree_trt.device.buffers import (
 )
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.memory import MemoryPlan, plan_engine
+from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
-from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.models.decoder import TransformerDims
 
 # The shapes in the config.json files of Qwen/Qwen3-8B and of its drafter at z-lab.
@@ -199,7 +197,7 @@ def test_dry_run_counts_quantised_weights_as_they_are_stored(algorithm: str, tmp
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, mib: str) -> None:
-    monkeypatch.setattr(dryrun, "find_gpus", lambda: (Gpu("Pretended GPU", "580.1", f"{mib}", "9.0"),))
+    monkeypatch.setattr("ddtree_trt.build.compile.find_gpus", lambda: (Gpu("Pretended GPU", "580.1", f"{mib}", "9.0"),))
 
 
 def big(**options: Any) -> MemoryPlan:
@@ -209,15 +207,15 @@ def big(**options: Any) -> MemoryPlan:
 
 def test_what_cannot_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
     available = 40 << 30
-    would = dryrun.DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=64), available)
+    would = DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=64), available)
     with pytest.raises(BuildError, match=r"needs about \d+\.\d GB of the GPU's memory, which has 42.9 GB") as caught:
         would.check()
     slots = int(str(caught.value).split("--max-batch ")[1])
     assert big(max_batch=slots).total_bytes <= available < big(max_batch=slots + 2).total_bytes
-    small = dryrun.DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), 10 << 30)
+    small = DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), 10 << 30)
     with pytest.raises(BuildError, match="a smaller --max-seq-len, or a smaller pair"):
         small.check()
-    dryrun.DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), None).check()
+    DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), None).check()
     gpu(monkeypatch, "1 MiB")
     shown = run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run")
     assert shown.returncode == 1

@@ -18,13 +18,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import load_manifest, parse_manifest
 from ddtree_trt.build.checkpoint.config import read_config
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.models.decoder import Experts
 from ddtree_trt.models.families import QWEN3_MOE
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch.experts import mix_all, mix_grouped, mixture, route
+from ddtree_trt.runtime.engines.torch.model import mix_all, mix_grouped, mixture, route
 
 TARGETS = Path(__file__).parents[1] / "fixtures" / "targets"
 

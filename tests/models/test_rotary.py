@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.models.families import LLAMA
 from ddtree_trt.models.rotary import inverse_frequencies
+from tools import config_entries
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA31 = {**LLAMA3, "original_max_position_embeddings": 8192}
@@ -38,7 +39,7 @@ SIZES = [(128, 1e6, 40960), (64, 5e5, 131072), (16, 1e4, 256)]  # head_dim, thet
 
 def read(path: Path, rope: dict[str, Any], head_dim: int, theta: float, positions: int, spelling: str) -> Any:
     """The dimensions of a config.json that states the scaling in one of the published ways."""
-    config = LLAMA.config_entries(TARGET_DIMS)
+    config = config_entries.of_family(LLAMA, TARGET_DIMS)
     config |= {"head_dim": head_dim, "max_position_embeddings": positions, "rope_theta": theta}
     if spelling == "rope_parameters":
         del config["rope_theta"]

@@ -51,7 +51,6 @@ LEAVES = (
     "models/",
     "plugins/",
     "errors.py",
-    "files.py",
     "reading.py",
     "records.py",
     "worker_process.py",

@@ -24,7 +24,7 @@ from serving import LONG
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.replicas.offline import map_prompts
-from ddtree_trt.replicas.options import ReplicaOptions
+from ddtree_trt.serve.options import ReplicaOptions
 
 STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
 LONG_TEXT = 400

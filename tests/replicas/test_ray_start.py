@@ -15,9 +15,8 @@ from command_line import Cli
 from ray import serve
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.replicas import deployment, process
-from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.replicas import deployment
+from ddtree_trt.serve.options import ReplicaOptions, ServeOptions
 
 ADVICE = "; end what else keeps this machine busy and try again, else see /somewhere/ray/session_latest/logs\n"
 
@@ -37,7 +36,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def connected() -> Iterator[bool]:
         yield True
 
-    monkeypatch.setattr(process, "connected", connected)
+    monkeypatch.setattr(deployment, "connected", connected)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
     monkeypatch.setattr(serve, "start", lambda **_: calls.append("start"))
     monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shutdown"))
@@ -113,7 +112,7 @@ def test_replicas_do_not_start(
     """The engine's own error is shown as it is, and has its own exit code."""
     message = f"The deployment failed to start 1 times in a row. Error:\nTraceback\n  File x\n{reason}\n"
     deployments = {"Engine": SimpleNamespace(message=message), "Ingress": SimpleNamespace(message="")}
-    status = SimpleNamespace(applications={process.APPLICATION: SimpleNamespace(deployments=deployments)})
+    status = SimpleNamespace(applications={deployment.APPLICATION: SimpleNamespace(deployments=deployments)})
     monkeypatch.setattr(serve, "run", raises(RuntimeError("Deploying application failed")))
     monkeypatch.setattr(serve, "status", lambda: status)
     code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
@@ -133,7 +132,7 @@ def test_a_signal_right_after_the_ready_line_ends_it(
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(serve, "run", lambda *_, **__: SimpleNamespace(broadcast=broadcast))
-    monkeypatch.setattr(process, "print", ready, raising=False)
+    monkeypatch.setattr(deployment, "print", ready, raising=False)
     assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (0, "", "")
     assert ended == ["start", "drain", "shutdown"] and signal.getsignal(signal.SIGTERM) is before
 

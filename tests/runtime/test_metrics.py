@@ -23,7 +23,7 @@ from ddtree_trt.runtime.metric_table import (
 )
 from ddtree_trt.runtime.stats import AutomaticRounds, RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
-from ddtree_trt.triton import metrics as triton
+from ddtree_trt.triton import service as triton
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 KINDS: dict[str, tuple[MetricSpec, str]] = {

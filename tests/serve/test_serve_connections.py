@@ -26,7 +26,6 @@ from serving import (
 )
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.serve import connections
 
 ROUND_S = 0.02
 
@@ -206,7 +205,7 @@ def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> No
 
 
 def test_connections_without_a_whole_head_end(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr("ddtree_trt.serve.server.HEAD_S", 0.2)
     server.passes.hold()
     whole = server.raw(long_chat(max_tokens=4))
     wait_for(lambda: server.llm.running == 1)

@@ -87,15 +87,15 @@ def test_a_linked_engine_is_found_by_a_relative_path(engine: Path, tmp_path: Pat
     assert load_manifest(moved / "a/b/models/tiny/1/engine").name == "tiny"
 
 
-def test_exporting_again_replaces_an_export(engine: Path, tmp_path: Path) -> None:
+def test_an_export_is_replaced_where_the_user_says_so(engine: Path, tmp_path: Path) -> None:
     model = export(engine, tmp_path / "models")
     (model / "1" / "__pycache__").mkdir()
     (model / "1" / "__pycache__" / "model.pyc").write_bytes(b"x")  # as a server leaves it
     (model / "1" / "engine" / KERNEL_CACHE).write_bytes(b"x")  # as TensorRT for RTX does
-    assert export(engine, tmp_path / "models", layout="vllm", link=True) == model
+    assert export(engine, tmp_path / "models", layout="vllm", link=True, force=True) == model
     assert read_config(model).max_batch_size == 0
     assert (model / "1" / "engine").is_symlink()
-    assert export(engine, tmp_path / "models") == model
+    assert export(engine, tmp_path / "models", force=True) == model
     assert not (model / "1" / "engine").is_symlink()
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["tiny"]
 
@@ -104,28 +104,14 @@ def contents(directory: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("config.pbtxt", "name: 'mine'", "config.pbtxt was edited since its export"),
-        ("1/model.py", "pass", "model.py was edited since its export"),
-        ("notes.txt", "mine", "notes.txt was not written by an export"),
-        ("1/engine/extra.bin", "x", "extra.bin was not written by an export"),
-        (MARKER, "{}", "export.json is damaged"),
-        (MARKER, None, "was not written by ddtree-trt"),
-    ],
-)
-def test_nothing_that_an_export_did_not_write_is_overwritten(
-    engine: Path, tmp_path: Path, file: str, text: str | None, message: str
-) -> None:
+def test_a_directory_that_no_export_wrote_is_not_replaced(engine: Path, tmp_path: Path) -> None:
     model = export(engine, tmp_path / "models")
-    (model / file).parent.mkdir(exist_ok=True)
-    (model / file).write_text(text or "")
-    if text is None:
-        (model / file).unlink()
-    before = contents(model)
-    with pytest.raises(BuildError, match=message):
+    with pytest.raises(BuildError, match="give --force to replace it"):
         export(engine, tmp_path / "models")
+    (model / MARKER).unlink()
+    before = contents(model)
+    with pytest.raises(BuildError, match="was not written by ddtree-trt"):
+        export(engine, tmp_path / "models", force=True)
     assert contents(model) == before
 
 
@@ -137,7 +123,7 @@ def test_a_failed_export_changes_nothing(engine: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(shutil, "copyfile", full_disk)
     with pytest.raises(BuildError, match="No space left on device; nothing was changed"):
-        export(engine, tmp_path / "models", max_queue=1)
+        export(engine, tmp_path / "models", max_queue=1, force=True)
     assert contents(tmp_path / "models") == before
     assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
 

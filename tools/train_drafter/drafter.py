@@ -17,6 +17,7 @@ from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.drafters.tapped import TO_TARGET
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import QWEN3, Family
+from tools import config_entries
 
 from .model import Config, DFlash, Drafter, Eagle3, make
 from .settings import DrafterSettings
@@ -29,7 +30,7 @@ def plain_config(dims: TransformerDims, *, tied: bool, dtype: str, tokens: Confi
     """What the config.json of a target and of a drafter have in common; `tokens` are its special ones."""
     entries = {
         "layer_types": ["full_attention"] * dims.num_layers,
-        **family.config_entries(dims),
+        **config_entries.of_family(family, dims),
         "attention_dropout": 0.0,
         "dtype": dtype,
         "initializer_range": 0.02,
@@ -74,7 +75,7 @@ def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, .
     if eagle:
         section = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
         return {**config, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": section, "model_type": "llama"}
-    config |= {"architectures": [dflash.ARCHITECTURE], **dflash.config_entries(dims)}
+    config |= {"architectures": [dflash.ARCHITECTURE], **config_entries.of_dflash(dims)}
     if settings.window:
         config |= {"layer_types": ["sliding_attention"] * settings.layers, "sliding_window": settings.window}
         config |= {"max_window_layers": 0, "use_sliding_window": True}

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ddtree_trt.bench.measure import Outcome, Request
-from ddtree_trt.build.checkpoint.paths import is_gguf
+from ddtree_trt.build.sources import is_gguf
 from workbench.peers.base import PeerContext, TokenClock
 
 LOOKUP_TOKENS = 10  # what the transformers documentation uses

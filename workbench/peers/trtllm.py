@@ -12,7 +12,7 @@ import tensorrt_llm
 from tensorrt_llm import llmapi
 
 from ddtree_trt.bench.measure import Outcome, Request
-from ddtree_trt.build.checkpoint.paths import is_gguf
+from ddtree_trt.build.sources import is_gguf
 from ddtree_trt.errors import UsageError
 from ddtree_trt.trtllm_export import SPECULATIVE, Model, plain, settings
 from workbench.peers.base import PeerContext, TokenClock

@@ -22,8 +22,8 @@ from ddtree_trt.build.checkpoint.dialect import (
     refuse_unknown,
     stated,
 )
-from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
+from ddtree_trt.build.sources import GGUF
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import Experts, TransformerDims

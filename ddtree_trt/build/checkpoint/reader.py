@@ -29,7 +29,6 @@ from ddtree_trt.build.checkpoint.gguf.network import (
 )
 from ddtree_trt.build.checkpoint.hybrids import in_our_form
 from ddtree_trt.build.checkpoint.outline import Outline
-from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
 from ddtree_trt.build.checkpoint.scales import (
     CACHE_SCALES,
     WEIGHT,
@@ -40,6 +39,7 @@ from ddtree_trt.build.checkpoint.scales import (
     scale_name,
 )
 from ddtree_trt.build.checkpoint.tensorfile import check_dtype, check_finite, open_tensors, read_bytes, read_float32
+from ddtree_trt.build.sources import checkpoint_name, is_gguf
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError

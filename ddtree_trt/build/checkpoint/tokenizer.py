@@ -12,7 +12,7 @@ from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.vocabulary import tokenizer_files
-from ddtree_trt.build.checkpoint.paths import is_gguf
+from ddtree_trt.build.sources import is_gguf
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Source
 

@@ -30,6 +30,7 @@ class TensorRtGraph(Graph):
     """`Graph` of operators that TensorRT's parser reads. The lowering of attention is a subclass's."""
 
     integers = "int32"
+    opset, ir_version = 24, 11
     by_slot_id = False  # whether a call names the cache slot of each sequence; else it gets their parts of a cache
 
     def __init__(self, name: str, sink: Sink, floats: str, shared: str | None = None) -> None:
@@ -106,6 +107,13 @@ class TensorRtGraph(Graph):
         self.op("Sub", [self.op("Sub", [best, top], [f"{log_probs}.shifted"]), total], [log_probs])
         return k
 
+    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
+        return self._rounded("RMSNormalization", [self._single(x), weight], out, axis=-1, epsilon=eps)
+
+    def swiglu(self, gate: str, up: str, out: str) -> str:
+        silu = self.op("Swish", [self._single(gate)], [f"{out}.silu"])
+        return self._rounded("Mul", [silu, self._single(up)], out)
+
     def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
         total = self.op("Add", [x, residual], [f"{out}.sum"])
         return self.rms_norm(total, weight, out, eps), total
@@ -128,19 +136,6 @@ class PluginGraph(TensorRtGraph):
 
     domains = (plugins.NAMESPACE,)
     by_slot_id = True
-
-    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
-        single = self._single(x)
-        square = self.op("Mul", [single, single], [f"{out}.square"])
-        mean = self.op("ReduceMean", [square, self.number([-1])], [f"{out}.mean"], keepdims=1)
-        shifted = self.op("Add", [mean, self.number(eps)], [f"{out}.shifted"])
-        scaled = self.op("Div", [single, self.op("Sqrt", [shifted], [f"{out}.root"])], [f"{out}.scaled"])
-        return self._rounded("Mul", [scaled, weight], out)
-
-    def swiglu(self, gate: str, up: str, out: str) -> str:
-        single = self._single(gate)
-        silu = self.op("Mul", [single, self.op("Sigmoid", [single], [f"{out}.sigmoid"])], [f"{out}.silu"])
-        return self._rounded("Mul", [silu, self._single(up)], out)
 
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         return self._attention(qkv, at, MaskMode.TREE, self._mask, out)
@@ -196,10 +191,7 @@ ATTENTION = "Attention"
 
 
 class NativeGraph(TensorRtGraph):
-    """`TensorRtGraph` of opset 24's attention over caches that are updated in place."""
-
-    opset = 24
-    ir_version = 11
+    """`TensorRtGraph` of ONNX's own attention over caches that are updated in place."""
 
     def cache(self, dims: TransformerDims, limits: Limits) -> None:
         """Of a hybrid also states, which a pass leaves as they are, what it keeps for a commit, and the rows' parents
@@ -214,13 +206,6 @@ class NativeGraph(TensorRtGraph):
                 self.input(name, "float32", ["N", *shape])
             self.output(names.kept_name(layer), "float32", ["N", "T", sum(delta.kept_widths(net))])
         self.input(names.PARENTS, "int32", ["N", "T"])
-
-    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
-        return self._rounded("RMSNormalization", [self._single(x), weight], out, axis=-1, epsilon=eps)
-
-    def swiglu(self, gate: str, up: str, out: str) -> str:
-        silu = self.op("Swish", [self._single(gate)], [f"{out}.silu"])
-        return self._rounded("Mul", [silu, self._single(up)], out)
 
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         angles = self._query_angles(at, names.POSITIONS)

@@ -67,9 +67,6 @@ class AutoregressiveDrafter(Drafter):
                 chain.add(depth, logits)
         return [chain.draft() for chain in chains]
 
-    def warm_up(self, slot: int, budget: int) -> None:
-        """Does nothing: on a GPU, passes of one token are captured at their first use."""
-
     def _roll_back(self, slot: int) -> None:
         """Forget rows that were not committed: passes of other slots may run along an idle one's."""
         c = self._contexts[slot]

@@ -188,13 +188,3 @@ def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[i
     first, last = 1, num_target_layers - 3
     step = (last - first) / (num_draft_layers - 1)
     return tuple(round(first + i * step) for i in range(num_draft_layers))
-
-
-def config_entries(dims: DFlashDims) -> dict[str, object]:
-    """The entries of a drafter's config.json that its family does not have."""
-    return {
-        "architectures": [ARCHITECTURE],
-        "block_size": dims.block_size,
-        "num_target_layers": dims.num_target_layers,
-        SECTION: {"mask_token_id": dims.mask_token_id, "target_layer_ids": list(dims.tap_layers)},
-    }

@@ -104,9 +104,6 @@ class BlockDrafter(Drafter):
         outputs = self._pass(requests, pieces)
         return [self._drafted(request, n, outputs) for n, request in enumerate(requests)]
 
-    def warm_up(self, slot: int, budget: int) -> None:
-        """Does nothing: sessions have nothing to capture."""
-
     def _pass(self, requests: Sequence[DraftRequest], states: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
         """Append states [C, M·H] to each slot's cache and draft a block behind them: the graph's outputs."""
         dims, cache, take = self._dims, self._network.cache, self._network.buffers.take

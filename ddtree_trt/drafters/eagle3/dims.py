@@ -56,7 +56,7 @@ def default_tap_layers(num_target_layers: int) -> tuple[int, ...]:
     return 1, num_target_layers // 2 - 1, num_target_layers - 4
 
 
-def eagle_layer(dims: Eagle3Dims) -> Layer:
+def eagle_layer(dims: Eagle3Dims) -> Layer[Part]:
     """The parts of the layer, whose attention reads rows [2·H]."""
     layer = decoder_layer(dims, 0, BODY)
     wide = {name: (rows, 2 * columns) for name, (rows, columns) in layer.qkv.shapes.items()}

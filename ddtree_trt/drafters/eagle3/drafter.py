@@ -135,9 +135,6 @@ class EagleDrafter(Drafter):
                 growth.add(results)
         return [Draft(growth.candidates()) for growth in growths]
 
-    def warm_up(self, slot: int, budget: int) -> None:
-        """Does nothing: no pass is captured."""
-
     def _absorb(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
         """Make the rows of slots' waiting states with the tokens [m] behind theirs, the last of all in one pass: the
         results of each slot's last row."""

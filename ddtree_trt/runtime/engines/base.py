@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.candidates import Candidates
@@ -37,6 +38,10 @@ Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 
 def no_draw(*_: object) -> DrawnFrom:
     raise AssertionError("a block drafter draws nothing")
+
+
+def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
+    return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class Engine(Protocol):
     @property
     def inexact(self) -> str | None:
         """Why a row's results may have other bits in another pass, as with another tree or other slots; None where they
-        never have (`exactness.py`)."""
+        never have."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""
@@ -220,3 +225,28 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the engine's memory and threads; a second call does nothing."""
+
+
+EXPERTS = "in a mixture of experts an expert's product depends on how many rows choose it"
+PLANS = "TensorRT chooses the order of its sums by the shapes of a plan"
+HYBRID = "a hybrid's states are moved by the rows of a path at once, in another order than by single tokens"
+RANKS = "a split target's sums over ranks may have another order for passes of another size"
+KERNELS = "only on a GPU, in bf16 or fp16 and with heads of 64 or 128, do PyTorch engines run on our kernels"
+REASONS = (EXPERTS, PLANS, HYBRID, RANKS, KERNELS)
+
+
+def why_inexact(manifest: Manifest, *, kernels: bool = False, ranks: int = 1) -> str | None:
+    """Why an engine is not exact; None where nothing is known against it. `kernels`: whether an engine in PyTorch runs
+    on ours. `ranks`: over which its target is split."""
+    dims, backend = manifest.target_dims, BACKENDS[manifest.backend]
+    if dims.experts is not None:
+        return EXPERTS
+    if backend.on_cpu:
+        return None
+    if backend.plans:
+        return PLANS
+    if dims.delta is not None:
+        return HYBRID
+    if ranks > 1:
+        return RANKS
+    return None if kernels else KERNELS

@@ -72,10 +72,10 @@ class Drafter(ABC):
         """Draft behind the bonus token of each request, with all committed tokens of its slot as context. There is at
         least one request, the slots are distinct, and the drafts are in the requests' order."""
 
-    @abstractmethod
     def warm_up(self, slot: int, budget: int) -> None:
         """Capture the passes of the drafts of one sequence in the slot, which holds a prompt, for budgets up to
-        `budget`."""
+        `budget`; does nothing where none is captured before its first use."""
+        return
 
 
 def split(count: int, chunk: int, slots: int) -> list[slice]:
@@ -118,6 +118,15 @@ class SlotCalls:
 
     def restorable(self, slot: int, length: int) -> int:
         return self.target.cache.restorable(slot, length)
+
+    def truncate(self, slot: int, length: int) -> None:
+        self.target.cache.truncate(slot, length)
+        self.drafter.truncate(slot, self.length(slot))
+
+    def release(self) -> None:
+        """Forget both, and with them their memory."""
+        for name in ("target", "drafter"):
+            vars(self).pop(name, None)
 
 
 def make_drafter(manifest: Manifest, *parts: Any) -> Drafter:

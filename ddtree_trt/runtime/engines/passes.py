@@ -20,9 +20,10 @@ from ddtree_trt.runtime.tree import token_chain
 class SlotLengths:
     """The number of committed rows of each slot. The object does not own the rows' memory."""
 
-    def __init__(self, slots: int, rows: int) -> None:
-        """`rows`: of each slot."""
+    def __init__(self, slots: int, rows: int, states: Any = None) -> None:
+        """`rows`: of each slot; `states` of a hybrid, which rows move: its slots' `snapshots`, and `restore`."""
         self.rows = rows
+        self.states = states
         self._lengths = [0] * slots
 
     @property
@@ -47,13 +48,19 @@ class SlotLengths:
 
     def restorable(self, slot: int, length: int) -> int:
         """The most of the first `length` rows that `truncate` can keep: all of them, unless they move a state."""
-        return length
+        if self.states is None or length >= self._lengths[slot]:
+            return length
+        return self.states.snapshots.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` rows and forget the others. Raises EngineError when the slot holds fewer."""
-        if not 0 <= length <= self._lengths[slot]:
-            raise EngineError(f"slot {slot} holds {self._lengths[slot]} tokens, cannot keep the first {length}")
-        self._lengths[slot] = length
+        """Keep the first `length` rows, or as many of them as are restorable, and forget the others. Raises EngineError
+        when the slot holds fewer."""
+        held = self._lengths[slot]
+        if not 0 <= length <= held:
+            raise EngineError(f"slot {slot} holds {held} tokens, cannot keep the first {length}")
+        self._lengths[slot] = kept = self.restorable(slot, length)
+        if self.states is not None and kept < held:
+            self.states.restore(slot, kept)
 
 
 State = TypeVar("State")

@@ -20,14 +20,13 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.files import PROFILE
+from ddtree_trt.artifact.files import PROFILE, write_atomically
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import Between, Source, read_json, read_record
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest, most_probable
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 COSTLY = 8.0  # sizes are timed until one takes this many single-token passes: larger ones cannot pay
@@ -93,7 +92,7 @@ def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -
     _verify(engine, slots, 1)
     for slot in range(slots):
         engine.commit(slot, np.zeros(1, np.int32), taps=True)
-    requests = [DraftRequest(slot, 1, 16, length, _most_probable) for slot in range(slots)]
+    requests = [DraftRequest(slot, 1, 16, length, most_probable) for slot in range(slots)]
     draft_s = _timed(lambda: engine.draft(requests))
     verify_s = _timed(lambda: _verify(engine, slots, tokens))
     for slot in range(slots):
@@ -106,10 +105,6 @@ def _verify(engine: Engine, slots: int, tokens: int) -> None:
     depths = np.minimum(np.arange(tokens, dtype=np.int32), 16)
     tree = TokenTree(np.ones(tokens, np.int64), chain_parents(tokens), depths)
     engine.verify([VerifyRequest(slot, tree) for slot in range(slots)])
-
-
-def _most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
-    return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
 
 
 def _timed(work: Callable[[], Any]) -> float:

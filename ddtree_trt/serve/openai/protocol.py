@@ -1,4 +1,5 @@
-"""Models of request bodies. A field that a model does not have is refused, never dropped.
+"""Models of request bodies, and reading them: up to the first error, a large body in another thread than the event
+loop's. A field that a model does not have is refused, never dropped.
 
 Their sampling parameters are the fields of `SamplingParams`, with their types and ranges. `null` means "not given"
 everywhere.
@@ -6,15 +7,21 @@ everywhere.
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
-from pydantic_core import PydanticCustomError
+from fastapi import Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from ddtree_trt.errors import shown
+from ddtree_trt.reading import problem_of
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
-from ddtree_trt.runtime.structured.names import ALIASES
+from ddtree_trt.runtime.structured.record import ALIASES
+from ddtree_trt.serve.errors import ApiError, cut, invalid
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -136,7 +143,7 @@ class _GenerationRequest(_Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None  # there is one
 
-    # Constraints on the output; see runtime/structured/names.py.
+    # Constraints on the output; see runtime/structured/record.py.
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -257,3 +264,49 @@ class DetokenizeRequest(_Strict):
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+_INLINE_BYTES = 64 << 10  # a body of this size is parsed in less time than a thread takes to start
+_NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read(request: Request, model: type[Model]) -> Model:
+    """The request's body as `model`. Raises ApiError for an invalid body."""
+    body = await request.body()  # whole, before any answer: a client that is still sending might not see it
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if not re.fullmatch(r"application/(.+\+)?json", media_type):
+        raise ApiError(400, _NO_OBJECT)
+    if len(body) <= _INLINE_BYTES:
+        return parse(body, model)
+    return await asyncio.to_thread(parse, body, model)
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
+    """A body as `model`. Raises ApiError for its first error."""
+    try:
+        data = from_json(body.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ApiError(400, _NO_OBJECT)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False)[0]) from error
+
+
+def _invalid(error: ErrorDetails) -> ApiError:
+    """The answer to an error of pydantic's, with the name of the parameter."""
+    kind, loc = error["type"], [str(part) for part in error["loc"] if part != "[key]"]
+    if kind in UNKNOWN:
+        loc.append(error["ctx"]["name"])
+    param = cut(".".join(loc))
+    if kind == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
+    if kind in UNKNOWN:
+        reason = error["msg"] and f" ({error['msg']})"
+        message = f"{'Unsupported' if reason else 'Unknown'} parameter: '{param}'{reason}"
+        return ApiError(400, message, param=param, code=kind)
+    return invalid(f"Invalid '{param}': {problem_of(error, shown, 'not')}", param)

@@ -20,8 +20,7 @@ from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.serve.openai.answers import event, finish_reason, new_id, stream_response
-from ddtree_trt.serve.openai.body import read
-from ddtree_trt.serve.openai.protocol import ChatRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, read
 from ddtree_trt.serve.openai.tokens import TokenTexts
 from ddtree_trt.serve.service import Service
 

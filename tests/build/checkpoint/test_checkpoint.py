@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.decoder import language_model_shapes
 
 # What is read
 
@@ -37,7 +37,7 @@ from ddtree_trt.models.decoder import language_model_shapes
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_storage_form_gives_the_stored_values(tmp_path: Path, dtype: str, shards: int) -> None:
     checkpoint = load_checkpoint(make_target(tmp_path, dtype=dtype, shards=shards, tied=False))
-    expected = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
+    expected = random_weights(checkpoint_shapes(TARGET_DIMS, tied=False), seed=0)
     tolerance = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8}[dtype]
     assert checkpoint.dims == TARGET_DIMS
     assert set(expected) == set(checkpoint.tensors)
@@ -116,7 +116,7 @@ def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path)
 
 def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -> None:
     make_target(tmp_path)
-    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
+    weights = random_weights(checkpoint_shapes(TARGET_DIMS, tied=False), seed=0)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     write_safetensors(tmp_path / "model.safetensors", weights, "fp32")
     assert "lm_head.weight" not in load_checkpoint(tmp_path).tensors
@@ -185,7 +185,7 @@ def test_incomplete_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("bad", "dtype"), [(np.nan, "fp32"), (np.inf, "fp16"), (-np.inf, "bf16")])
 def test_weights_that_are_not_finite(tmp_path: Path, bad: float, dtype: str) -> None:
     make_target(tmp_path)
-    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights = random_weights(checkpoint_shapes(TARGET_DIMS, tied=True), seed=0)
     weights["model.layers.1.self_attn.k_proj.weight"][5, 7] = bad
     write_safetensors(tmp_path / "model.safetensors", weights, dtype)
     checkpoint = load_checkpoint(tmp_path)

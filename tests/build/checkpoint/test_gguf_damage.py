@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from ddtree_trt.build.checkpoint.gguf import files
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
 from ddtree_trt.errors import CheckpointError, DDTreeError, MissingDependency
 from ddtree_trt.models.families import LLAMA, QWEN2
 

@@ -17,8 +17,8 @@ from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import find_preset
 from ddtree_trt.build.sources import locate
+from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.errors import MissingDependency
-from ddtree_trt.inspection import inspect_engine
 
 TOKENS = 64
 PROMPTS = [

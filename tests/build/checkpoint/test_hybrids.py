@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from ddtree_trt.build import sources
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest, resolve
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, dry_run, resolve
 from ddtree_trt.build.pair import check_pair
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError, UsageError

@@ -18,8 +18,7 @@ from huggingface_hub import errors
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, load_manifest
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
 from ddtree_trt.build.presets import find_preset
 from ddtree_trt.build.sources import HubSource, InstalledSource, LocalSource, PackagedSource, named_source
 from ddtree_trt.errors import CheckpointError, MissingDependency

@@ -12,7 +12,7 @@ from real_builder import ONE_SLOT, Form, Lowered, rtx
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.backends.tensorrt.plan import mend_attentions
+from ddtree_trt.build.backends.tensorrt.plans import mend_attentions
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import KEY_LENGTHS
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector

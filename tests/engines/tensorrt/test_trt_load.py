@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import FileEntry, Limits, load_manifest
 from ddtree_trt.device import buffers
+from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDependency
-from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.plugins import library
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine

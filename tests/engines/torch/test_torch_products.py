@@ -15,8 +15,7 @@ from numerics import random_tree
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.runtime.engines.base import VerifyRequest
-from ddtree_trt.runtime.engines.exactness import KERNELS
+from ddtree_trt.runtime.engines.base import KERNELS, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import engine as torch_engine
 from ddtree_trt.runtime.engines.torch import products as torch_products

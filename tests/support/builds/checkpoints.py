@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from ddtree_trt.build.checkpoint import reader
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.drafters.registry import checkpoint_shapes
@@ -31,6 +30,7 @@ from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, Experts, Transforme
 from ddtree_trt.models.delta import DeltaNet
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.rope_scaling import RopeScaling
+from tools import config_entries
 
 TARGET_DIMS = TransformerDims(
     vocab_size=96,
@@ -117,7 +117,7 @@ def make_drafter(
 ) -> Path:
     """Write a DFlash drafter and return its directory. `dims` are fields of DFlashDims; two layers by default."""
     shape = DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **family_fields(family), **dims})
-    write_config(path, {**_config(shape, family), **dflash.config_entries(shape)}, config)
+    write_config(path, {**_config(shape, family), **config_entries.of_dflash(shape)}, config)
     weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
     write_weights(path, weights, dtype=dtype, shards=shards)
     return path
@@ -127,7 +127,7 @@ def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DFlashDims:
     """Write a DFlash drafter of two layers with features that its config.json does not say; returns its dimensions.
     `reading_variant` has builds read these."""
     shape = DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
-    write_config(path, {**_config(shape, QWEN3), **dflash.config_entries(shape)})
+    write_config(path, {**_config(shape, QWEN3), **config_entries.of_dflash(shape)})
     weights = drafter_weights(shape, seed)
     for name in weights.keys() & {OWN_EMBEDDING, OWN_HEAD}:
         weights[name] *= _LOGIT_STD
@@ -211,7 +211,7 @@ def make_pair(
 
 
 def _config(dims: TransformerDims, family: Family) -> dict[str, Any]:
-    return {**family.config_entries(dims), "eos_token_id": STOP_TOKEN}
+    return {**config_entries.of_family(family, dims), "eos_token_id": STOP_TOKEN}
 
 
 def write_config(path: Path, entries: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> None:

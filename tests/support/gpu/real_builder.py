@@ -17,8 +17,7 @@ from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.base import Inputs
-from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
-from ddtree_trt.build.backends.tensorrt.plans import attention_check, networks, profile
+from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, attention_check, networks, profile
 from ddtree_trt.build.checkpoint.reader import Checkpoint
 from ddtree_trt.build.graph.weights import WeightFile
 

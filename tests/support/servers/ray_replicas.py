@@ -17,8 +17,7 @@ from pacing import WAIT_S, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ProcessServer
 
-from ddtree_trt.replicas.deployment import connected
-from ddtree_trt.replicas.process import APPLICATION
+from ddtree_trt.replicas.deployment import APPLICATION, connected
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metri
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.triton.export import export_triton
-from ddtree_trt.triton.metrics import ENGINE_GAUGES
+from ddtree_trt.triton.service import ENGINE_GAUGES
 from tools.triton_server import TritonServer
 
 PROMPT = "def fib(n):"

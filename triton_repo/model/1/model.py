@@ -16,9 +16,8 @@ import triton_python_backend_utils as pb_utils
 try:
     from ddtree_trt.errors import DDTreeError
     from ddtree_trt.triton import ENGINE_FOLDER
-    from ddtree_trt.triton.metrics import Metrics
     from ddtree_trt.triton.requests import Arrays, Call, parse
-    from ddtree_trt.triton.service import Code, Service, Settings, select_device
+    from ddtree_trt.triton.service import Code, Metrics, Service, Settings, select_device
 except ImportError as error:
     raise ImportError(
         f"the server's Python (packages of {sys.prefix}) cannot import ddtree-trt: {error}; install it there, start "

@@ -53,8 +53,7 @@ class PlansBuild(BackendBuild):
     ) -> dict[str, dict[str, list[str]]]:
         """Write the plans and tables with the builder of the module `trt`, which takes the options of
         `EngineBuilder`."""
-        from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
-        from ddtree_trt.build.backends.tensorrt.plans import write_engine
+        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
 
         builder = EngineBuilder(trt, f"{self.backend.title} {trt.__version__}", progress, **options)
         return write_engine(directory, inputs, attention, builder, progress)

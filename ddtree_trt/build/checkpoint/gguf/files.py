@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.tensor_files import StoredTensor
-from ddtree_trt.build.checkpoint.paths import PART
 from ddtree_trt.build.checkpoint.tensorfile import check_finite, mapping
+from ddtree_trt.build.sources import PART
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Between, Fields, Source, shown
 

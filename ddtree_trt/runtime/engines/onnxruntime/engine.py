@@ -13,9 +13,8 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
 from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
@@ -39,6 +38,7 @@ class OrtEngine(SlotCalls):
     mixes = True
 
     def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
+        """Loads an engine directory whose digests were checked."""
         self.manifest = manifest
         self.inexact = why_inexact(manifest)
         weights = manifest.files[artifact.WEIGHTS].size
@@ -48,15 +48,6 @@ class OrtEngine(SlotCalls):
         self.target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
         self.drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
-
-    @classmethod
-    def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> OrtEngine:
-        """Load an engine directory whose digests were checked."""
-        return cls(directory, manifest, options)
-
-    def truncate(self, slot: int, length: int) -> None:
-        self.target.cache.truncate(slot, length)
-        self.drafter.truncate(slot, self.length(slot))
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
@@ -91,5 +82,4 @@ class OrtEngine(SlotCalls):
 
     def close(self) -> None:
         self._last_passes.clear()
-        for network in ("target", "drafter"):
-            vars(self).pop(network, None)
+        self.release()

@@ -100,15 +100,17 @@ class OrtCache(SlotLengths):
     """One network's cache: keys and values of all slots and layers with attention, as `DDTreeAttention` stores them,
     and states of the others. The buffers never move: passes append in place, commits move rows in place."""
 
+    states: States | None
+
     def __init__(self, dims: TransformerDims, manifest: Manifest) -> None:
         limits, precision = manifest.limits, manifest.precision
-        super().__init__(limits.max_batch, limits.cache_rows)
+        states = States(dims, limits) if dims.delta_layers else None
+        super().__init__(limits.max_batch, limits.cache_rows, states)
         self._shape = (dims.head_dim, cpu_cache_rows(limits), PRECISIONS[precision].cache_bytes == 2)
         # np.zeros maps pages lazily: a slot costs memory only once tokens are written to it.
         head_bytes = cpu_cache_bytes(dims.head_dim, limits, precision)
         layers = len(dims.attention_layers)
         self.buffer = np.zeros((layers, limits.max_batch, dims.num_kv_heads, head_bytes), np.uint8)
-        self.states = States(dims, limits) if dims.delta_layers else None
         self.first_rows: dict[int, int] = {}  # of the slots in the last pass
 
     def compact(self, slot: int, path: NDArray[np.int32], *, prompt_ends: bool = False) -> None:
@@ -124,18 +126,6 @@ class OrtCache(SlotLengths):
             rows = path + np.int32(self.first_rows.pop(slot))
             self.states.commit(slot, rows, self.lengths[slot], prompt_ends=prompt_ends)
         self.append(slot, len(path))
-
-    def restorable(self, slot: int, length: int) -> int:
-        if self.states is None or length == self.lengths[slot]:
-            return length
-        return self.states.snapshots.restorable(slot, length)
-
-    def truncate(self, slot: int, length: int) -> None:
-        held = self.lengths[slot]
-        kept = self.restorable(slot, length) if length <= held else length
-        super().truncate(slot, kept)
-        if self.states is not None and kept < held:
-            self.states.restore(slot, kept)
 
 
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)

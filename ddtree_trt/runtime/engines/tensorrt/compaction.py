@@ -1,9 +1,10 @@
-"""Compaction of a verified tree's accepted rows, in the target's cache and in the pass's tapped states."""
+"""Commits of a TensorRT engine: compaction of a verified tree's accepted rows, in the target's cache and in the pass's
+tapped states, and the states of a hybrid's delta nets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -11,18 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.device.cuda_device import Upload
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.device.buffers import StateShapes, aligned
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.device.libraries import io_tensors
+from ddtree_trt.runtime.engines.passes import Snapshots
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
-
-
-@dataclass(frozen=True)
-class TappedStates:
-    """The tapped states [T, M·H] of one tree in device memory."""
-
-    address: int
-    row_bytes: int
-
 
 _NONE = np.empty(0, np.int32)
 
@@ -31,13 +26,14 @@ class Compaction:
     """Moves accepted rows to the front of the window by the third plan, one captured pass per slot. It waits for
     nothing."""
 
-    def __init__(self, network: TrtNetwork, rows: int, uploads: Sequence[Upload]) -> None:
+    def __init__(self, network: TrtNetwork, rows: int, uploads: Sequence[Upload], state_bytes: int) -> None:
         """`network` runs the plan on a cache of `rows` rows a slot (S). `uploads`: one for each slot, so that the
-        commits of a round need no wait between them."""
+        commits of a round need no wait between them. `state_bytes`: of a row's tapped states, M·H."""
         self._network = network
         self._rows = rows
         self._keep_shape = tuple(network.engine.get_tensor_shape(names.KEEP))  # [K], or with our plugin [1, K]
         self._uploads = uploads
+        self._state_bytes = state_bytes
         self.advances = names.TAKEN in io_tensors(network.engine)  # whether a commit has to advance states
 
     def move(
@@ -46,13 +42,13 @@ class Compaction:
         past: int,
         path: NDArray[np.int32],
         first: int,
-        states: TappedStates | None,
+        states: int | None,
         cuts: Mapping[int, Callable[[], None]] = MappingProxyType({}),
     ) -> None:
         """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise rows path[j] of
-        the tree's states to j. `path` rises. A hybrid's states advance by these rows of the pass, of which `first` is
-        the tree's first, and what `cuts` says is done when it has so many of them. The tapped states' rows are copied
-        one by one, which the host can do since it knows the path."""
+        the tree's tapped states, at the address `states`, to j. `path` rises. A hybrid's states advance by these rows
+        of the pass, of which `first` is the tree's first, and what `cuts` says is done when it has so many of them. The
+        tapped states' rows are copied one by one, which the host can do since it knows the path."""
         if 0 in cuts:
             cuts[0]()
         for start, end, at, keep in windows(past, path, self._keep_shape[-1], self._rows, cuts):
@@ -61,10 +57,10 @@ class Compaction:
             if end in cuts:
                 cuts[end]()
         if states is not None:
-            device, size = self._network.shared.device, states.row_bytes
+            device, size = self._network.shared.device, self._state_bytes
             for row, source in enumerate(path.tolist()):
                 if source != row:
-                    device.copy(states.address + row * size, states.address + source * size, size)
+                    device.copy(states + row * size, states + source * size, size)
 
     def _run(
         self, slot: int, past: int, keep: NDArray[np.int32], taken: NDArray[np.int32] = _NONE, before: int = -1
@@ -98,3 +94,54 @@ def windows(
         keep = np.arange(size, dtype=np.int32)
         keep[earlier : earlier + len(moved)] = moved + earlier
         yield start, end, past + start - earlier, keep
+
+
+class DeltaStates:
+    """Layer by layer the states of all slots and their last inputs in device memory, and behind them those that slots
+    come back to, slot by slot. `tensors`: inputs and outputs that are states → the first slot's address, and bytes of a
+    slot. `snapshots` are by address."""
+
+    def __init__(self, shapes: StateShapes, limits: Limits, device: Device, address: int) -> None:
+        slots, self._device = limits.max_batch, device
+        self.tensors: dict[str, tuple[int, int]] = {}
+        self.snapshots = Snapshots[int](slots, limits.snapshot_every)
+        self._live: list[tuple[int, int]] = []  # the same of every layer's two
+        for layer in range(shapes.layers):
+            for part, size in enumerate((shapes.state_bytes, shapes.past_bytes)):
+                self._live.append((address, size))
+                self.tensors |= {names.state_names(kind, layer)[part]: (address, size) for kind in ("past", "present")}
+                address += aligned(slots * size)
+        each = limits.snapshots * shapes.slot_bytes
+        self._places = [
+            range(start, start + each, shapes.slot_bytes) for start in range(address, address + slots * each, each)
+        ]
+
+    def cuts(self, slot: int, length: int, end: int, *, prompt_ends: bool) -> dict[int, Callable[[], None]]:
+        """What is to be done when the slot has grown by so many tokens from `length`; see `Snapshots.stops`."""
+        stops = self.snapshots.stops(slot, length, end, prompt_ends=prompt_ends)
+        return {stop - length: partial(self.keep, slot, stop) for stop in stops}
+
+    def keep(self, slot: int, length: int) -> None:
+        """Copy the slot's states, which are of that length, to a place of their own."""
+        used = {*self.snapshots.kept(slot)}
+        place = next(place for place in self._places[slot] if place not in used)
+        self.snapshots.keep(slot, length, place)
+        for start, size in self._live:
+            self._device.copy(place, start + slot * size, size)
+            place += size
+
+    def restore(self, slot: int, length: int) -> None:
+        """Go back to the states kept at a length, or to 0, and forget later ones."""
+        place = self.snapshots.back_to(slot, length)
+        for start, size in self._live:
+            if place is None:
+                self._device.clear(start + slot * size, size)
+            else:
+                self._device.copy(start + slot * size, place, size)
+                place += size
+
+
+def kept_addresses(shapes: StateShapes, rows: int, address: int) -> dict[str, int]:
+    """Of outputs of a pass that are inputs of a commit, with room for so many rows."""
+    each = aligned(rows * shapes.row_bytes)
+    return {names.kept_name(layer): address + layer * each for layer in range(shapes.layers)}

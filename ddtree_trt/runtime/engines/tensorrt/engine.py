@@ -24,12 +24,10 @@ from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, Layout, StateSh
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
 from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
-from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
-from ddtree_trt.runtime.engines.tensorrt.delta import DeltaStates, kept_addresses
+from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates, kept_addresses
 from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
@@ -43,7 +41,7 @@ class _LastPass:
 
     generation: int  # number of the pass: the next one overwrites the states
     token_ids: NDArray[np.int64]  # of the tree, without padding
-    states: TappedStates  # with 0 bytes per row where no layer is tapped
+    states: int  # address of its tapped states [T, M·H]
     first: int  # its first row, of all rows of the pass
     prompt_ends: bool  # with the last of the tokens
 
@@ -77,7 +75,7 @@ class TrtEngine(SlotCalls):
         def network(name: str, engine: Any, tables: Mapping[str, int], dims: TransformerDims, cache: str) -> TrtNetwork:
             shape = CacheShape.of(dims, self.limits, size)
             states = self._states.tensors if self._states else {}
-            return TrtNetwork(name, engine, loaded.shared, tables, dims, shape, at[cache], states)
+            return TrtNetwork(name, engine, loaded, tables, dims, shape, at[cache], states)
 
         shapes, kept = StateShapes.of(dims), dict[str, int]()
         self._states = DeltaStates(shapes, self.limits, device, at[buffers.TARGET_STATES]) if dims.delta else None
@@ -87,7 +85,7 @@ class TrtEngine(SlotCalls):
         outputs = Outputs(at[buffers.RESULTS], results, at[buffers.LOGITS], self._taps or None)
         self.target = TrtLanguageModel(
             network("target", loaded.target, {**loaded.target_tables, **kept}, dims, buffers.TARGET_KV),
-            device, self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs,
+            device, self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs, self._states,
         )  # fmt: skip
         each = sizes[buffers.COMMIT_CONTROL] // self.limits.max_batch
         uploads = [
@@ -96,7 +94,7 @@ class TrtEngine(SlotCalls):
         ]
         drafter_network = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
         compaction = network("compaction", loaded.compaction, kept, dims, buffers.TARGET_KV)
-        self._compaction = Compaction(compaction, self.limits.cache_rows, uploads)
+        self._compaction = Compaction(compaction, self.limits.cache_rows, uploads, self._state_bytes)
         self.networks = [self.target.network, drafter_network, compaction]
         control = upload(buffers.DRAFTER_CONTROL)
         self.drafter = make_drafter(manifest, loaded, drafter_network, control, results)
@@ -122,18 +120,6 @@ class TrtEngine(SlotCalls):
     @property
     def waits(self) -> int:
         return self.device.waits
-
-    def restorable(self, slot: int, length: int) -> int:
-        if self._states is None or length >= self.length(slot):
-            return length
-        return self._states.snapshots.restorable(slot, length)
-
-    def truncate(self, slot: int, length: int) -> None:
-        kept, held = self.restorable(slot, length), self.length(slot)
-        self.target.cache.truncate(slot, kept)
-        if self._states is not None and kept < held:
-            self._states.restore(slot, kept)
-        self.drafter.truncate(slot, kept)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """A chain under a causal mask. Not captured: a chunk's work takes longer than its
@@ -167,7 +153,7 @@ class TrtEngine(SlotCalls):
     def _remember(self, request: VerifyRequest, n: int, tokens: int) -> None:
         """Keep what `commit` needs of a request that was number `n` in the pass, whose T is `tokens`."""
         first, ends = n * tokens, request.rows == "last"
-        states = TappedStates(self._taps + first * self._state_bytes, self._state_bytes)
+        states = self._taps + first * self._state_bytes
         last = _LastPass(self.target.generation, request.tree.token_ids, states, first, ends)
         self._last_passes[request.slot] = last
 
@@ -182,7 +168,7 @@ class TrtEngine(SlotCalls):
             cuts = self._states.cuts(slot, past, past + size, prompt_ends=last.prompt_ends) if self._states else {}
             self._compaction.move(slot, past, path, last.first, states, cuts)
         if taps:
-            self.drafter.append_context(slot, last.token_ids[path], last.states.address)
+            self.drafter.append_context(slot, last.token_ids[path], last.states)
         self.target.cache.append(slot, size)
         del self._last_passes[slot]
 

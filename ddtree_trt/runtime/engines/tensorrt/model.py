@@ -16,6 +16,7 @@ from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows, SlotLengths, mask_words, pad_trees
+from ddtree_trt.runtime.engines.tensorrt.compaction import DeltaStates
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.tree import token_chain
 
@@ -41,10 +42,11 @@ class TrtLanguageModel:
     """Passes over the trees of several slots, with the lengths of their caches."""
 
     def __init__(
-        self, network: TrtNetwork, device: Device, limits: Limits, vocab: int, upload: Upload, outputs: Outputs
-    ) -> None:
+        self, network: TrtNetwork, device: Device, limits: Limits, vocab: int, upload: Upload, outputs: Outputs,
+        states: DeltaStates | None = None,
+    ) -> None:  # fmt: skip
         self.network = network
-        self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
+        self.cache = SlotLengths(limits.max_batch, limits.cache_rows, states)
         self.generation = 0  # number of the pass whose outputs are in memory: the next one overwrites them
         self._device = device
         self._vocab = vocab

@@ -23,11 +23,10 @@ from ddtree_trt.models.decoder import TransformerDims
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shared:
     """Resources shared by the networks of an engine directory."""
 
-    trt: Any  # the module
     log: Any  # its log: `words()` returns TensorRT's latest errors as one text, `clear()` forgets them
     device: Device
     workspace: tuple[int, int]  # address, bytes

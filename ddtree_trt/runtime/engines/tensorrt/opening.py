@@ -19,9 +19,10 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.artifact.files import write_atomically
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.tensor_files import read_tensors
+from ddtree_trt.artifact.tensor_files import StoredTensor, read_tensors
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import Layout, tensorrt_buffers
@@ -39,7 +40,6 @@ from ddtree_trt.device.libraries import (
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.files import write_atomically
 from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
@@ -125,32 +125,6 @@ def check_plugins(directory: Path, manifest: Manifest) -> Path:
 _PIECE_BYTES = 16 << 20  # of a table, which is uploaded piece by piece
 
 
-class Tables:
-    """The tables of shared.safetensors: [V, H] in the engine's precision, a drafter's own under its prefix."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
-        self._tensors = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-        parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
-        # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
-        self.sources: dict[str, str] = {}
-        for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
-            for table in kind_of(dims).own_tables:
-                name = prefix + parts[table.name]
-                self.sources[name] = name if name in self._tensors else prefix + names.EMBEDDING
-
-    def upload(self, name: str, device: Device, address: int) -> None:
-        """Upload a table and wait for the copy. A head becomes float32, which represents its values exactly."""
-        table = self._tensors[self.sources[name]].mapped()
-        step = _PIECE_BYTES // table.itemsize
-        for start in range(0, len(table), step):
-            piece = table[start : start + step]
-            piece = piece.astype(np.float32) if name.endswith(names.HEAD) else piece
-            device.upload(address, piece)
-            device.synchronize()
-            address += piece.nbytes
-
-
 class KernelCache:
     """One IRuntimeCache for all contexts of an engine directory."""
 
@@ -228,10 +202,9 @@ _BUFFERS = {
 
 
 @dataclass
-class Loaded:
+class Loaded(Shared):
     """The deserialised engines, and one block of device memory for all other data."""
 
-    device: Device
     target: Any  # ICudaEngine
     drafter: Any
     compaction: Any
@@ -242,7 +215,6 @@ class Loaded:
     candidates: int  # K of a block drafter; 0 of any other
     target_tables: Mapping[str, int]  # input → address
     drafter_tables: Mapping[str, int]
-    shared: Shared
 
     def close(self) -> None:
         """Release everything, graphs included. Contexts must have been released before."""
@@ -269,7 +241,7 @@ def load_plans(directory: Path, manifest: Manifest) -> Loaded:
 
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
-    stored = Tables(directory, manifest)
+    stored = _read_tables(directory, manifest)
     plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN, "compaction": artifact.COMPACTION_PLAN}
     sizes = sum(manifest.files[name].size for name in plans.values())
     dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
@@ -287,7 +259,14 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
-    tables = _fill(device, stored, layout, addresses)
+    # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
+    # slot of a pass writes rows of what is in the buffer for context.
+    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
+        if cleared in addresses:
+            device.clear(addresses[cleared], layout.sizes[cleared])
+    tables = {name: addresses[_BUFFERS[name]] for name in stored}
+    for name, table in stored.items():
+        _upload(table, device, tables[name], single=name.endswith(names.HEAD))
     portable = BACKENDS[manifest.backend].portable
     kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if portable else None
     without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -295,17 +274,13 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
     def make_context(engine: Any, captured: bool) -> Any:
         return engine.create_execution_context(without_memory)
 
-    shared = Shared(
-        trt=trt,
+    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
+    return Loaded(
+        **engines,
         log=log,
         device=device,
         workspace=(addresses[buffers.WORKSPACE], workspace),
         make_context=make_context if kernel_cache is None else kernel_cache.make_context,
-    )
-    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    return Loaded(
-        **engines,
-        device=device,
         runtime=runtime,
         kernel_cache=kernel_cache,
         layout=layout,
@@ -313,23 +288,32 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
         candidates=candidates,
         target_tables=tables,
         drafter_tables={**tables, **own},
-        shared=shared,
     )
 
 
-def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
-    """Upload the tables and clear what passes read before it is written; the tables' addresses by their names."""
-    tables: dict[str, int] = {}
-    for table in stored.sources:
-        tables[table] = addresses[_BUFFERS[table]]
-        stored.upload(table, device, tables[table])
-    # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
-    # slot of a pass writes rows of what is in the buffer for context.
-    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
-        if cleared in addresses:
-            device.clear(addresses[cleared], layout.sizes[cleared])
-    device.synchronize()
+def _read_tables(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """The tables of shared.safetensors, [V, H] in the engine's precision, by the names by which passes read them: a
+    drafter's own under its prefix. A head that is absent is tied."""
+    path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
+    stored = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
+    parts, tables = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}, dict[str, StoredTensor]()
+    for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
+        for part in kind_of(dims).own_tables:
+            name = prefix + parts[part.name]
+            tables[name] = stored[name if name in stored else prefix + names.EMBEDDING]
     return tables
+
+
+def _upload(table: StoredTensor, device: Device, address: int, *, single: bool) -> None:
+    """Upload a table and wait for the copy; `single`: in float32, which represents its values exactly."""
+    values = table.mapped()
+    step = _PIECE_BYTES // values.itemsize
+    for start in range(0, len(values), step):
+        piece = values[start : start + step]
+        piece = piece.astype(np.float32) if single else piece
+        device.upload(address, piece)
+        device.synchronize()
+        address += piece.nbytes
 
 
 def _check_memory(directory: Path, manifest: Manifest, device: Device, weights: int, buffers: int) -> None:

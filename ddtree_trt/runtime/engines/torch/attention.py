@@ -29,15 +29,16 @@ class DeviceCache(SlotLengths):
     """Slots in device memory at fixed addresses. The host counts their rows; passes get the counts as data
     (`Place`)."""
 
+    states: States | None
+
     def __init__(
         self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool,
         states: States | None = None,
     ) -> None:  # fmt: skip
         """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch. `states` of a hybrid's delta-net layers."""
-        super().__init__(slots, rows)
+        super().__init__(slots, rows, states)
         self.busy: Container[int] = ()  # slots in rounds on the device, which may hold more rows than the host counts
         self._kernels = kernels
-        self.states = states
         self._number = {layer: n for n, layer in enumerate(dims.attention_layers)}
         # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
         shape = (2 * len(self._number), slots, dims.num_kv_heads, rows, dims.head_dim)
@@ -62,17 +63,6 @@ class DeviceCache(SlotLengths):
         """Keys and values [slots, Hkv, S, D] of a layer."""
         number = self._number[index]
         return self.slab[2 * number], self.slab[2 * number + 1]
-
-    def restorable(self, slot: int, length: int) -> int:
-        if self.states is None or length >= self.lengths[slot]:
-            return length
-        return self.states.snapshots.restorable(slot, length)
-
-    def truncate(self, slot: int, length: int) -> None:
-        kept, held = self.restorable(slot, length), self.lengths[slot]
-        super().truncate(slot, kept)
-        if self.states is not None and kept < held:
-            self.states.restore(slot, kept)
 
     def place(self, requests: Sequence[VerifyRequest]) -> tuple[Place, Tensor, Tensor]:
         """Where the rows of a pass over trees are, padded to the longest; their token ids and positions int32 [N, T].

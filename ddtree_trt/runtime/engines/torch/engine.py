@@ -24,9 +24,8 @@ from ddtree_trt.device import memory
 from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
 from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.exactness import why_inexact
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
@@ -129,8 +128,7 @@ class TorchEngine(SlotCalls):
 
     def truncate(self, slot: int, length: int) -> None:
         self._leave_rounds([slot])
-        self.target.cache.truncate(slot, length)
-        self.drafter.truncate(slot, self.length(slot))
+        super().truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         self._leave_rounds([slot])
@@ -183,5 +181,4 @@ class TorchEngine(SlotCalls):
             self.synchronize()  # launched rounds may still use the memory that is released here
         finally:
             self.rounds = None
-            for name in ("target", "drafter"):
-                vars(self).pop(name, None)
+            self.release()

@@ -14,46 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ddtree_trt.artifact.weight_layout import DRAFTER
-from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Part, TransformerDims, decoder_layers
+from ddtree_trt.models import decoder
+from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Experts, Part, TransformerDims, decoder_layers
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.delta import Ancestors, delta_net
-from ddtree_trt.runtime.engines.torch.experts import mixture
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products, ready_head
 
 Weights = Mapping[str, Any]  # tensors; matrices of products may be `Scaled`
+Layer = decoder.Layer[Tensor]  # `Weights` says which may be no tensors
 Sublayer = Callable[[Tensor], Tensor]
 # (layer, ATTENTION or MLP, rows h [N, T, H], the sublayer) → what stands in the sublayer's place
 Around = Callable[[int, str, Tensor, Sublayer], Tensor]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer's weights, named as its parts are; `Weights` says which may be no tensors."""
-
-    qkv: Tensor  # [(Hq + 2·Hkv)·D, H], or all of `projected_widths`
-    o: Tensor  # [H, Hq·D], or [H, Hv·Dv]
-    input_norm: Tensor  # [H]
-    post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2·inner, H], or of all experts [E·2·inner, H]
-    down: Tensor  # [H, inner], or [E·H, inner]
-    qkv_bias: Tensor | None = None  # [(Hq + 2·Hkv)·D], where the family has one
-    q_norm: Tensor | None = None  # [D], likewise
-    k_norm: Tensor | None = None  # [D], likewise
-    router: Tensor | None = None  # [E, H], likewise
-    shared_gate_up: Tensor | None = None  # [2·inner, H], likewise
-    shared_down: Tensor | None = None  # [H, inner]
-    shared_gate: Tensor | None = None  # [1, H]
-    # Of a delta-net layer, float32:
-    conv: Tensor | None = None  # [C, W]
-    decay: Tensor | None = None  # [Hv]
-    step_bias: Tensor | None = None  # [Hv]
-    head_norm: Tensor | None = None  # [Dv]
 
 
 class Decoder:
@@ -237,3 +215,54 @@ class DrafterParts:
     attention: Attention  # likewise
     graphs: Graphs
     products: Products = PYTORCH
+
+
+Swiglu = Callable[[Tensor], Tensor]  # [1, rows, 2·inner] → [1, rows, inner]
+# A product of rows [rows, in], grouped by expert, with weights [E, in, out]; `offs` int32 [E] are the ends of groups.
+_grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+def route(h: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Weights [R, K], falling, and experts int64 [R, K] of rows h [R, H]. The softmax is over all experts, in
+    float32."""
+    weights, chosen = F.linear(h, router).softmax(-1, dtype=torch.float32).topk(experts.per_token, -1)
+    if experts.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(h.dtype), chosen
+
+
+def mixture(h: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Experts, swiglu: Swiglu) -> Tensor:
+    """The mixture over rows h [N, T, H]; router [E, H], gate_up [E·2·inner, H] and down [E·H, inner]."""
+    rows = h.flatten(0, 1)
+    weights, chosen = route(rows, router, experts)
+    both, back = (part.unflatten(0, (experts.count, -1)).transpose(1, 2) for part in (gate_up, down))
+    mix = mix_grouped if has_grouped_products(h) else mix_all
+    return mix(rows, weights, chosen, both, back, swiglu).view_as(h)
+
+
+def has_grouped_products(h: Tensor) -> bool:
+    """Whether products by group have a kernel. On GPUs before Hopper, and in other types than bf16, PyTorch has a loop,
+    which waits for the host and cannot be captured."""
+    if not h.is_cuda:
+        return True
+    return h.dtype == torch.bfloat16 and torch.cuda.get_device_capability(h.device) >= (9, 0)
+
+
+def mix_grouped(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, swiglu: Swiglu) -> Tensor:
+    """Rows h [R, H] through the experts they chose, [R, K] of each row, and added by weight; projections are
+    [E, in, out]. Of the weights only those of chosen experts are read."""
+    each = chosen.shape[1]
+    ids, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(len(gate_up), device=h.device), right=True).to(torch.int32)
+    inner = swiglu(_grouped(h[order // each], gate_up, offs=ends)[None])[0]
+    found = _grouped(inner, down, offs=ends)
+    results = torch.empty_like(found)
+    results[order] = found
+    return (results.unflatten(0, (-1, each)) * weights[..., None]).sum(1)
+
+
+def mix_all(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, swiglu: Swiglu) -> Tensor:
+    """The same with every row through every expert, as far as their weights are not 0."""
+    share = h.new_zeros(len(h), len(gate_up)).scatter_(1, chosen, weights)  # [R, E]
+    inner = swiglu(torch.bmm(h.expand(len(gate_up), -1, -1), gate_up))
+    return (torch.bmm(inner, down) * share.t()[..., None]).sum(0)

@@ -27,6 +27,7 @@ from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError, told
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest, no_draw
+from ddtree_trt.runtime.engines.drafters import SlotCalls
 from ddtree_trt.runtime.engines.passes import LazyRows, make_single_passes
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
@@ -53,7 +54,7 @@ def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> E
     return engine.open(directory, manifest, options)
 
 
-class ParallelEngine:
+class ParallelEngine(SlotCalls):
     """The `Engine` protocol over all ranks. One thread calls it.
 
     A rank that fails or takes too long ends the engine: that call and all later ones raise EngineError, whose text says
@@ -78,6 +79,7 @@ class ParallelEngine:
         self.manifest = replace(config.manifest, toolchain=toolchain)
         self.threads, self.inexact = engine.threads, engine.inexact
         self._config, self._engine, self._group, self._workers = config, engine, group, workers
+        self.target, self.drafter = engine.target, engine.drafter
         self._failure: str | None = None
         if engine.device.type == "cuda":  # gloo notices by itself
             workers.watch(group.abort)
@@ -131,18 +133,6 @@ class ParallelEngine:
     def buckets(self) -> Sequence[int]:
         return self._engine.buckets
 
-    def length(self, slot: int) -> int:
-        return self._engine.length(slot)
-
-    def draftable(self, slot: int, length: int) -> int:
-        return self._engine.draftable(slot, length)
-
-    def unseen(self, slot: int) -> int:
-        return self._engine.unseen(slot)
-
-    def restorable(self, slot: int, length: int) -> int:
-        return self._engine.restorable(slot, length)
-
     def truncate(self, slot: int, length: int) -> None:
         self._call(TorchEngine.truncate, slot, length)
 
@@ -186,6 +176,7 @@ class ParallelEngine:
             if self._failure is None:
                 self._end("it was closed")
             self._engine.close()
+            self.release()
 
     def _whole(self, verdict: Verdict, number: int) -> Verdict:
         """A verdict with whole rows of logits, gathered from all ranks when the first of them is read; `number` is its

@@ -23,14 +23,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.errors import EngineError, UsageError, told
+from ddtree_trt.errors import EngineError, told
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.split import Shard, local_manifest
 from ddtree_trt.runtime.engines.torch.weights import check_device, read_weights
 
 TIMEOUT_S = 60.0  # how long a rank waits for the others in the middle of a pass
 HERE, READY = "here", "ready"  # what a rank reports in this order; anything else is the text of its error
-_NAME = "ddtree-rank-"
 _REPORT_S = 5.0  # from a broken connection to what its cause is known by
 _CLOSE_S = 10.0  # how long a rank may take to release its part
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -161,15 +160,7 @@ class Workers:
     """One process per rank from 1 on, the first of each list is rank 1's."""
 
     def __init__(self, configs: Sequence[RankConfig], opening_s: float) -> None:
-        """Start them; within `opening_s` seconds they must have sent all reports that are expected.
-
-        Raises UsageError in a process that is itself being started as one: the script that it imports opens an engine.
-        """
-        if multiprocessing.current_process().name.startswith(_NAME):
-            raise UsageError(
-                "the other ranks of an engine import the script that opens it: put what the script runs under "
-                'if __name__ == "__main__":'
-            )
+        """Start them; within `opening_s` seconds they must have sent all reports that are expected."""
         self._size = 1 + len(configs)
         self.closing = False  # whether ranks that end were told to
         self._opening_s, self._deadline = opening_s, time.monotonic() + opening_s
@@ -180,7 +171,7 @@ class Workers:
         try:
             for config in configs:
                 ours, theirs = context.Pipe()
-                name = f"{_NAME}{config.rank}"
+                name = f"ddtree-rank-{config.rank}"
                 process = context.Process(target=run_worker, args=(config, theirs), name=name, daemon=True)
                 process.start()
                 theirs.close()  # so that only the other process has it

@@ -1,0 +1,45 @@
+"""The entries of a config.json that state a network, for checkpoints that trainers and tests write."""
+
+from __future__ import annotations
+
+from ddtree_trt.drafters.dflash.dims import ARCHITECTURE, SECTION, DFlashDims
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.families import (
+    DELTA_NAMES,
+    EXPERT_NAMES,
+    FULL_ATTENTION,
+    LAYER_TYPES,
+    LINEAR_ATTENTION,
+    ROTARY_SHARE,
+    SHARED_EXPERT,
+    Family,
+)
+from ddtree_trt.models.rope_scaling import scaling_entries
+
+
+def of_family(family: Family, dims: TransformerDims) -> dict[str, object]:
+    """Those that a network of the family has as a target and as a drafter."""
+    sizes = {name: getattr(dims, field) for field, name in family.names.items()}
+    plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+    scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
+    mixture = {name: getattr(dims.experts, field) for field, name in EXPERT_NAMES.items()} if dims.experts else {}
+    mixture |= {SHARED_EXPERT: dims.experts.shared} if dims.experts and dims.experts.shared else {}
+    return {"model_type": family.model_type, **sizes, **plain, **scaling, **mixture, **_of_delta(dims)}
+
+
+def _of_delta(dims: TransformerDims) -> dict[str, object]:
+    if dims.delta is None:
+        return {}
+    kinds = [FULL_ATTENTION if i in dims.attention_layers else LINEAR_ATTENTION for i in range(dims.num_layers)]
+    sizes = {name: getattr(dims.delta, field) for field, name in DELTA_NAMES.items()}
+    return {**sizes, LAYER_TYPES: kinds, ROTARY_SHARE: dims.rotated / dims.head_dim}
+
+
+def of_dflash(dims: DFlashDims) -> dict[str, object]:
+    """Those of a block drafter that its family does not have."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "block_size": dims.block_size,
+        "num_target_layers": dims.num_target_layers,
+        SECTION: {"mask_token_id": dims.mask_token_id, "target_layer_ids": list(dims.tap_layers)},
+    }
