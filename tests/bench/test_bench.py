@@ -204,7 +204,6 @@ def test_a_run_is_shown_and_kept(tiny_engine: Path, tmp_path: Path, cli: Cli) ->
     ("args", "code", "message"),
     [
         (("--budgets", "4,many"), 2, "--budgets must be numbers and auto"),
-        (("--budgets", "0"), 2, "budget 0 draws no tree; use 1 or more, or auto"),
         (("--methods", "magic"), 2, "method must be one of"),
         (("--prompts", "absent.jsonl"), 2, "no prompts called 'absent.jsonl'"),
         (("--json", "FILE/r.json"), 2, "cannot write into"),

@@ -156,7 +156,6 @@ def native(folder: Path, name: str = "target", **form: Any) -> Lowered:
     return Lowered(folder, target_of(folder), drafter_of(folder), name, Form(**form))
 
 
-
 def test_an_attention_that_is_missing_is_named(tmp_path: Path) -> None:
     target = native(tmp_path)
     with pytest.raises(BuildError, match=r"no attention layer of the target's node 'another\.attn'"):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafts import LIES, with_lies
+from engine_builds import CHATS
 from matrix import CONSTRAINED, END, FORMS, METHODS, PENALTIES, PROMPT, QUALITIES, V, allowed, engine, text
 from scripted import completion, finish, generate
 from scripted_models import MarkovTarget
@@ -286,14 +287,14 @@ class Rows:
 @pytest.mark.parametrize("lies", LIES)
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_engines_draw_from_the_targets_distribution(
-    built: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, kind: str, method: str, lies: str, count: int
+    built: Any, monkeypatch: pytest.MonkeyPatch, kind: str, method: str, lies: str, count: int
 ) -> None:
     """First tokens behind the prompt that leaves the target least sure, out of the three best at each step."""
     with LLM(built(kind, "onnxruntime", "fp32"), threads=1) as llm:
         rows, draft = Rows(llm.engine), llm.engine.draft
         vocab = llm.engine.manifest.target_dims.vocab_size
         monkeypatch.setattr(llm.engine, "draft", lambda asked: [with_lies(d, lies, vocab) for d in draft(asked)])
-        encoded = [llm.codec.encode(prompt) for prompt in prompts[::5]]
+        encoded = [llm.codec.encode(prompt) for prompt in CHATS[::5]]
         prompt = min(encoded, key=lambda ids: float(np.diff(np.sort(rows.row(ids))[-3:]).sum()))
         params: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
         expected = joint(rows, SamplingParams(**params), prompt, 3)
