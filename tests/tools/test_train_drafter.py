@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import eagle_truth
+import dflash_truth
 import numpy as np
 import pytest
 import torch
@@ -178,7 +178,7 @@ def test_every_unrolled_step_of_eagle3_is_the_layer_on_its_own_features(folder: 
     save(model, model.cfg, tmp_path)
     dims: Any = load_checkpoint(tmp_path).dims
     weights = {name.replace("midlayer.", "layers.0."): value.numpy() for name, value in model.state_dict().items()}
-    truth = eagle_truth.Eagle3(dims, weights, target.embedding.numpy(), target.head.numpy())
+    truth = dflash_truth.Eagle3(dims, weights, target.embedding.numpy(), target.head.numpy())
     for n, a in itertools.product(range(2), range(2)):
         anchor, tokens = int(blocks.anchor[n, a]), texts.tokens[n].tolist()
         states = texts.taps[n, :anchor] @ model.fc.weight.T
