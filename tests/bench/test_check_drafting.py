@@ -47,9 +47,6 @@ def faults_of(report: CheckReport) -> list[str]:
     return report.drafting.faults
 
 
-# The causes
-
-
 @pytest.fixture
 def long_prompts(tmp_path: Path) -> str:
     """Prompts of one topic, and longer ones whose topic changed some hundred tokens before their end."""
@@ -77,9 +74,6 @@ def test_an_overflow_of_half_precision(tmp_path: Path, long_prompts: str, monkey
     engine = build_majority(tmp_path, gain=100, backend="torch", precision="fp16")
     with pytest.raises(EngineError, match=r"logits are not finite; .* with --precision bf16 or fp32"):
         checked(engine, prompts=(long_prompts,), limit=2)
-
-
-# What they are found by
 
 
 def test_the_chain_is_the_first_round_of_dflash(tiny_engine: Path) -> None:

@@ -64,9 +64,6 @@ def sign(engine: Path, **changes: Any) -> None:
     (engine / MANIFEST).write_text(json.dumps({**body, "digest": _body_digest(body)}))
 
 
-# Manifests whose digest is right
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -140,9 +137,6 @@ def test_what_cannot_be_made_closes_its_engine(
     assert len(closed) == 1
 
 
-# What reaches a terminal or a shell
-
-
 def test_strings_of_a_manifest_are_escaped_and_quoted(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nasty = "a\x1b[2J\rb\u202e\n$(x)"
     sign(engine, target__name=nasty, product_version=nasty, toolchain={nasty: nasty}, chat_template_args={nasty: nasty})
@@ -155,9 +149,6 @@ def test_strings_of_a_manifest_are_escaped_and_quoted(engine: Path, capsys: pyte
     assert words[words.index("--output") + 1] == "a b/$(touch x)" and words[-1] == "--force"
     terminal.print_error(f"cannot read {nasty}")
     assert capsys.readouterr().err == "error: cannot read a\\x1b[2J b\\u202e $(x)\n"
-
-
-# Paths that lead elsewhere
 
 
 def test_links_in_an_engine_are_only_as_good_as_what_they_lead_to(engine: Path, tmp_path: Path) -> None:

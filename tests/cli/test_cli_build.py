@@ -152,8 +152,6 @@ def test_human_bytes(count: int, text: str) -> None:
     assert terminal.human_bytes(count) == text
 
 
-# What doctor reads
-
 XEON = "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 fma avx512f avx512_vnni avx512_bf16 amx_tile\n\n"
 GRAVITON = "processor\t: 0\nFeatures\t: fp asimd asimddp sve i8mm bf16\n\n"
 

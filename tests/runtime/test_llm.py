@@ -152,9 +152,6 @@ def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
         assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (size, "length")
 
 
-# Names of vLLM's
-
-
 def test_a_chat_is_generate_of_messages(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12)
     expected = [o.outputs[0].token_ids for o in llm.generate(CHATS[:2], params)]

@@ -94,18 +94,12 @@ def make_drafter(target: Target, settings: DrafterSettings) -> Any:
     return fresh(config, target.model.state_dict(), LAYERS, 0)
 
 
-# Prompts.
-
-
 def test_held_out_kinds_are_never_trained_on() -> None:
     held_out = held_out_prompts(1, 400)
     assert not set(HELD_OUT) & set(TRAINING)
     assert {kind for kind, _ in held_out[:10]} == set(HELD_OUT)
     assert not {p for _, p in held_out} & {p for part in range(20) for _, p in training_prompts(1, part, 500)}
     assert not [p for _, p in held_out if is_usable(p)], "a prompt of its own of this kind would be trained on"
-
-
-# The target's answers.
 
 
 @pytest.mark.parametrize("source", ["folder", "llama"])
@@ -125,9 +119,6 @@ def test_a_batch_answers_as_the_target_alone(source: str, request: pytest.Fixtur
         greedy.append(Answer(ids, ((len(prompt), len(ids)),), 0.0))
     assert found[:7] == greedy[:7]
     assert found[7].ids != greedy[7].ids and found[7].temperature == 9.0
-
-
-# Blocks and loss.
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -197,8 +188,6 @@ def test_rounds_of_a_stored_answer() -> None:
         assert rounds(found, answer, budget, 3) == [3, 2, 1]
         assert rounds(found, answer[:2], budget, 3) == [1]
 
-
-# The loop.
 
 KINDS = {
     "dflash": DRAFTER,

@@ -167,9 +167,6 @@ def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
         assert torch.equal(stored[name], torch.tensor(load_checkpoint(path).tensor(source)).to(torch.bfloat16))
 
 
-# The plugin registry
-
-
 LEAN = """
 import os, sys
 from pathlib import Path
@@ -206,9 +203,6 @@ def test_the_plugins_are_loaded_into_a_real_registry(tmp_path: Path) -> None:
     refusal, ours = run.stdout.splitlines()[-2:]
     assert "does not take the plugin library" in refusal and "other.so" in refusal
     assert ours == "DDTreeAttention DDTreeKVCompact"
-
-
-# Profiles
 
 
 def test_profiles_cover_every_limit() -> None:
