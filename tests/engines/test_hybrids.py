@@ -15,6 +15,7 @@ from engine_builds import build_engine, build_torch_engine
 from numerics import Follower, Truth, assert_close, path_to
 
 from ddtree_trt.artifact.manifest import Limits, load_manifest
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -69,8 +70,8 @@ def engine(directory: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def truth(directory: Path) -> Truth:
-    return Truth(directory.parent / "target", load_manifest(directory).drafting.tap_layers)
+def truth(pair: tuple[Path, Path]) -> Truth:
+    return Truth(pair[0], load_checkpoint(pair[1]).kind.tap_layers)
 
 
 def states_in(engine: Engine, slot: int) -> list[np.ndarray]:
