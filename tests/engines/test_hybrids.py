@@ -28,6 +28,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 VOCABULARY = 96
+TOKENS = 30  # of a text: behind most prompts past a snapshot, of which there is one every 32 tokens
 NETS: dict[str, Any] = {
     "qwen3_next": {"family": QWEN3_NEXT, "num_layers": 6, "tied": False},
     "qwen3_5": {"family": QWEN3_5, "num_layers": 4},
@@ -234,7 +235,7 @@ def test_paths_have_the_bits_of_single_tokens(directory: Path) -> None:
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[int]]:
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, **params))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, **params))
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -257,7 +258,8 @@ def test_texts(directory: Path) -> None:
         again = [llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens for _ in range(2)]
         assert again[1] == 69, "what comes before the last token of a prompt is kept"
         stop = expected[4][11]
-        params = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(stop,), method="ddtree", tree_budget=90)
+        sampling: dict[str, Any] = {"method": "ddtree", "tree_budget": 90, "stop_token_ids": (stop,)}
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, **sampling)
         cut = llm.generate([prompts[4]], params)[0].outputs[0].token_ids
         assert cut == expected[4][: expected[4].index(stop) + 1]
         grown = [*prompts[4], *cut, 9]

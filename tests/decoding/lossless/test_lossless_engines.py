@@ -30,10 +30,10 @@ ENGINES = {"fp32": ("onnxruntime", "fp32"), "int8": ("onnxruntime", "int8"), "to
 # Of each kind of drafter its methods, with budgets.
 GRID: dict[str, list[tuple[str, list[Any]]]] = {
     "dflash": [("ddtree", [1, 4, 16, 64, 256, "auto"]), ("dflash", [3, "auto"]), ("dflash-sample", ["auto"])],
-    "hybrid": [("ddtree", [1, 4, 16, 64, "auto"]), ("dflash", [3, "auto"]), ("dflash-sample", ["auto"])],
-    "dspark": [("ddtree", [1, 4, 16, 64, "auto"]), ("dflash", ["auto"]), ("dflash-sample", ["auto"])],
-    "eagle3": [("eagle", [1, 2, 9, 40, "auto"])],
-    "autoregressive": [("draft-model", [1, 2, 7, "auto"])],
+    "hybrid": [("ddtree", [4, 64, "auto"]), ("dflash", [3, "auto"]), ("dflash-sample", ["auto"])],
+    "dspark": [("ddtree", [4, 64, "auto"]), ("dflash", ["auto"]), ("dflash-sample", ["auto"])],
+    "eagle3": [("eagle", [2, 40, "auto"])],
+    "autoregressive": [("draft-model", [1, 7, "auto"])],
 }
 # What `ar` said, by engine, prompt and parameters. A closed engine's number may be another's later.
 ALONE: WeakKeyDictionary[LLM, dict[Any, Any]] = WeakKeyDictionary()
