@@ -121,7 +121,7 @@ def on_a_terminal(*command: str, cwd: Path | None = None) -> str:
 
 def test_bars_on_a_terminal_only(built_folder: Path) -> None:
     """On a terminal stderr carries progress; stdout is the same lines either way."""
-    build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force > out"
+    build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force --no-profile > out"
     drawn = on_a_terminal("sh", "-c", build, cwd=built_folder)
     first, second = (built_folder / "out").read_text().splitlines()
     assert "write weights" in drawn and "backend onnxruntime: " in drawn

@@ -30,7 +30,12 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 VOCABULARY = 96
 TOKENS = 30  # of a text: behind most prompts past a snapshot, of which there is one every 32 tokens
 NETS: dict[str, Any] = {
-    "qwen3_next": {"family": QWEN3_NEXT, "num_layers": 6, "tied": False},
+    "qwen3_next": {
+        "family": QWEN3_NEXT,
+        "num_layers": 4,
+        "delta": replace(DELTA, attention_layers=(1, 3), interleaved=QWEN3_NEXT.interleaved),
+        "tied": False,
+    },
     "qwen3_5": {"family": QWEN3_5, "num_layers": 4},
     "qwen3_5-one": {"family": QWEN3_5, "num_layers": 1, "delta": replace(DELTA, attention_layers=())},
     "qwen3_5-shapes": {
@@ -258,7 +263,12 @@ def test_texts(directory: Path) -> None:
         again = [llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens for _ in range(2)]
         assert again[1] == 69, "what comes before the last token of a prompt is kept"
         stop = expected[4][11]
-        sampling: dict[str, Any] = {"method": "ddtree", "tree_budget": 90, "stop_token_ids": (stop,)}
+        sampling: dict[str, Any] = {
+            "method": "ddtree",
+            "tree_budget": 90,
+            "stop_token_ids": (stop,),
+            "ignore_eos": True,
+        }
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, **sampling)
         cut = llm.generate([prompts[4]], params)[0].outputs[0].token_ids
         assert cut == expected[4][: expected[4].index(stop) + 1]
