@@ -263,13 +263,8 @@ def test_texts(directory: Path) -> None:
         again = [llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens for _ in range(2)]
         assert again[1] == 69, "what comes before the last token of a prompt is kept"
         stop = expected[4][11]
-        sampling: dict[str, Any] = {
-            "method": "ddtree",
-            "tree_budget": 90,
-            "stop_token_ids": (stop,),
-            "ignore_eos": True,
-        }
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, **sampling)
+        sampling: dict[str, Any] = {**sizes[2], "max_tokens": TOKENS, "ignore_eos": True}
+        params = SamplingParams(temperature=0.0, stop_token_ids=(stop,), **sampling)
         cut = llm.generate([prompts[4]], params)[0].outputs[0].token_ids
         assert cut == expected[4][: expected[4].index(stop) + 1]
         grown = [*prompts[4], *cut, 9]
