@@ -4,6 +4,8 @@ Arrays are read in place and must be C-contiguous with exactly the dtype given; 
 shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 the root with parent -1, parents[i] < i.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,24 +59,23 @@ def calibrated_ratios(evidence: Doubles, weight: float, lowest: float, highest: 
     """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards the
     ratio of the depth above (`root` at the first), kept between lowest and highest."""
 
-def acceptances(
-    log_weights: Doubles, depths: Int32s, evidence: Doubles, weight: float, lowest: float, highest: float, deepest: int
-) -> Doubles:
-    """[n]: the acceptance probabilities of nodes, min(1, exp(log_weight) · r_1 · … · r_depth) with the ratios of
-    `calibrated_ratios`; 0 below `deepest`."""
+def weigh(
+    drafts: Sequence[tuple[Doubles, Int32s, Doubles, int, Doubles, float]], sizes: NDArray[np.int64],
+    weight: float, lowest: float, highest: float,
+) -> list[Doubles]:  # fmt: skip
+    """Of each draft (log_weights [n], depths [n], evidence [2, D], deepest, means [W], share) the acceptance
+    probabilities [n] of its nodes: min(1, exp(log_weight) · r_1 · … · r_depth) with the ratios of `calibrated_ratios`,
+    0 below `deepest`. Its means of what nodes sizes[w] … sizes[w + 1] − 1 add move by `share` towards the sums of
+    these, in place. sizes [W + 1] rise; nodes beyond n add 0."""
 
 def learn(evidence: Doubles, parents: Int32s, log_weights: Doubles, path: Int32s, keep: float) -> None:
     """Take a verified tree and its walked path [m] into evidence [2, D], observed and predicted, in place; the older
     counts `keep` times what it did. At each node of the path its children's mass, given that the node was reached, was
     tried, and the walk went on below all but the last. Depths without children and beyond D learn nothing."""
 
-def follow(means: Doubles, sizes: NDArray[np.int64], gains: Doubles, weight: float) -> None:
-    """Move means [W] of what nodes sizes[w] … sizes[w + 1] − 1 add by `weight` towards the sums of gains [n], in place.
-    sizes [W + 1] rise; gains beyond n are 0."""
-
-def best_size(gains: Doubles, added_s: Doubles, tokens: float, seconds: float) -> tuple[int, float]:
+def best_size(gains: Sequence[Doubles], added_s: Doubles, tokens: float, seconds: float) -> tuple[int, float]:
     """The size 1 … n with most (tokens + Σ gains up to it) / (seconds + added_s of it), and that rate; without gains
-    [n] size 0 and tokens / seconds. added_s has n entries or more."""
+    size 0 and tokens / seconds. Gains [n] of several slots are summed; added_s has n entries or more."""
 
 def keep_nucleus(weights: Doubles, share: float) -> None:
     """Zero, in place, all but the smallest set of largest weights [n] whose sum reaches `share` of the whole.

@@ -28,7 +28,6 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     AutoBudget,
     AutoBudgets,
     Budget,
-    Decision,
     FixedBudget,
     RoundPlan,
     SlotInput,
@@ -151,24 +150,24 @@ def play(
         draft_s, verify_s = machine.draft_s(drafts), machine.verify_s([1 + n for n in sizes])
         seconds += draft_s + verify_s
         plan.took(draft_s, verify_s, sizes)
-        for s, n, tree, decision in zip(running, nodes, drafted, plan.decisions, strict=True):
-            tokens += _advance(s, tree, n, decision, late)
+        for i, (s, n, tree) in enumerate(zip(running, nodes, drafted, strict=True)):
+            tokens += _advance(s, tree, n, plan, i, late)
         running = [s for s in running if s.left]
     return seconds, tokens
 
 
-def _advance(slot: _Slot, drafted: DraftTree, nodes: int, decision: Decision | None, late: bool) -> int:
+def _advance(slot: _Slot, drafted: DraftTree, nodes: int, plan: RoundPlan, place: int, late: bool) -> int:
     """Commit what the answer takes of the first nodes of a draft, and learn from it; now, or before the round after the
     next is decided."""
     verified = drafted.cut(nodes)
     path = slot.text.path(slot.place, verified)
-    ends, left, budget = len(path) == slot.left, slot.left, slot.budget
+    ends, budget, decision = len(path) == slot.left, slot.budget, plan.decisions[place]
     slot.place += len(path)
 
     def learn() -> None:
         if isinstance(budget, AutoBudget) and decision is not None:
             if late and decision.drafted:
-                budget.weigh(drafted, min(left - 1, budget.shared.max_depth), decision.probe)
+                plan.weigh({place: drafted})
             budget.observe(decision, verified, path, ends=ends)
 
     slot.unread = learn if late else lambda: None

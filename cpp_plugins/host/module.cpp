@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +13,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "arrays.h"
 #include "ddtree/attention_plan.h"
@@ -52,23 +55,36 @@ nb::object calibrated_ratios(const Output& evidence, double weight, double lowes
     return copied(ddtree::calibrated_ratios(checked_evidence(evidence), checked_prior(weight, lowest, highest, root)));
 }
 
-nb::object acceptances(const Input& log_weights, const Input& depths, const Output& evidence, double weight,
-                       double lowest, double highest, int64_t deepest) {
-    const auto ratios =
-        ddtree::calibrated_ratios(checked_evidence(evidence), checked_prior(weight, lowest, highest, 1.0));
-    const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
-    const int32_t* levels = checked<int32_t>(depths, "depths", "[n]", 1);
-    const int64_t n = extent(log_weights, 0);
-    const auto known = static_cast<int64_t>(ratios.size());
-    if (extent(depths, 0) != n) {
-        bad_value("depths must have n entries for n = " + std::to_string(n) + ", found " + shape_text(depths));
+nb::list weigh(const nb::sequence& drafts, const Input& sizes, double weight, double lowest, double highest) {
+    const ddtree::Prior prior = checked_prior(weight, lowest, highest, 1.0);
+    const int64_t* bounds = checked<int64_t>(sizes, "sizes", "[W + 1]", 1);
+    const int64_t w = extent(sizes, 0) - 1;
+    if (w < 0 || bounds[0] < 0 || !std::is_sorted(bounds, bounds + w + 1)) {
+        bad_value("sizes must be W + 1 rising numbers of nodes, found shape " + shape_text(sizes));
     }
-    if (std::any_of(levels, levels + n, [&](int32_t d) { return d < 1 || d > known; })) {
-        bad_value("depths must be 1 ... D with evidence for each: evidence has shape " + shape_text(evidence));
+    nb::list found;
+    for (const nb::handle draft : drafts) {
+        const auto [log_weights, depths, evidence, deepest, means, share] =
+            nb::cast<std::tuple<Input, Input, Output, int64_t, Output, double>>(draft);
+        const auto ratios = ddtree::calibrated_ratios(checked_evidence(evidence), prior);
+        const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
+        const int32_t* levels = checked<int32_t>(depths, "depths", "[n]", 1);
+        double* followed = checked<double>(means, "means", "[W]", 1);
+        const int64_t n = extent(log_weights, 0);
+        const auto known = static_cast<int64_t>(ratios.size());
+        if (extent(depths, 0) != n || static_cast<int64_t>(means.shape(0)) != w) {
+            bad_value("weigh needs n depths for n log_weights and W means for W + 1 sizes, found " +
+                      shape_text(depths) + " and " + shape_text(means));
+        }
+        if (std::any_of(levels, levels + n, [&](int32_t d) { return d < 1 || d > known; })) {
+            bad_value("depths must be 1 ... D with evidence for each: evidence has shape " + shape_text(evidence));
+        }
+        std::unique_ptr<double[]> accepted(new double[static_cast<size_t>(n)]);
+        ddtree::acceptances(weights, levels, n, ratios, deepest, accepted.get());
+        ddtree::follow(accepted.get(), n, bounds, w, share, followed);
+        found.append(to_numpy(std::move(accepted), {static_cast<size_t>(n)}));
     }
-    std::unique_ptr<double[]> accepted(new double[static_cast<size_t>(n)]);
-    ddtree::acceptances(weights, levels, n, ratios, deepest, accepted.get());
-    return to_numpy(std::move(accepted), {static_cast<size_t>(n)});
+    return found;
 }
 
 void learn(const Output& evidence, const Input& parents, const Input& log_weights, const Input& path, double keep) {
@@ -89,25 +105,21 @@ void learn(const Output& evidence, const Input& parents, const Input& log_weight
     ddtree::learn(tree, weights, n, walked, m, keep, checked_evidence(evidence));
 }
 
-void follow(const Output& means, const Input& sizes, const Input& gains, double weight) {
-    double* followed = checked<double>(means, "means", "[W]", 1);
-    const auto w = static_cast<int64_t>(means.shape(0));
-    const int64_t* bounds = checked<int64_t>(sizes, "sizes", "[W + 1]", 1);
-    if (extent(sizes, 0) != w + 1 || (w >= 0 && bounds[0] < 0) || !std::is_sorted(bounds, bounds + w + 1)) {
-        bad_value("sizes must be W + 1 rising numbers of nodes for W = " + std::to_string(w) + " means, found shape " +
-                  shape_text(sizes));
-    }
-    ddtree::follow(checked<double>(gains, "gains", "[n]", 1), extent(gains, 0), bounds, w, weight, followed);
-}
-
-nb::tuple best_size(const Input& gains, const Input& added_s, double tokens, double seconds) {
-    const double* expected = checked<double>(gains, "gains", "[n]", 1);
+nb::tuple best_size(const nb::sequence& gains, const Input& added_s, double tokens, double seconds) {
     const double* costs = checked<double>(added_s, "added_s", "[m]", 1);
-    if (extent(gains, 0) > extent(added_s, 0) || !(seconds > 0)) {
-        bad_value("best_size needs added_s for every gain and positive seconds, found gains " + shape_text(gains) +
-                  " and added_s " + shape_text(added_s));
+    std::vector<double> total;
+    for (const nb::handle each : gains) {
+        const auto gain = nb::cast<Input>(each);
+        const double* expected = checked<double>(gain, "gains", "[n]", 1);
+        total.resize(std::max(total.size(), gain.shape(0)));
+        for (size_t i = 0; i < gain.shape(0); ++i) total[i] += expected[i];
     }
-    const ddtree::Size best = ddtree::best_size(expected, extent(gains, 0), costs, tokens, seconds);
+    if (total.size() > added_s.shape(0) || !(seconds > 0)) {
+        bad_value("best_size needs added_s for every gain and positive seconds, found " + std::to_string(total.size()) +
+                  " gains and added_s " + shape_text(added_s));
+    }
+    const ddtree::Size best =
+        ddtree::best_size(total.data(), static_cast<int64_t>(total.size()), costs, tokens, seconds);
     return nb::make_tuple(best.size, best.rate);
 }
 
@@ -227,10 +239,8 @@ NB_MODULE(_native, m) {
               "_native.pyi for shapes.";
     ddtree::binding::bind_trees(m);
     m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "weight"_a, "lowest"_a, "highest"_a, "root"_a = 1.0);
-    m.def("acceptances", &acceptances, "log_weights"_a, "depths"_a, "evidence"_a, "weight"_a, "lowest"_a, "highest"_a,
-          "deepest"_a);
+    m.def("weigh", &weigh, "drafts"_a, "sizes"_a, "weight"_a, "lowest"_a, "highest"_a);
     m.def("learn", &learn, "evidence"_a, "parents"_a, "log_weights"_a, "path"_a, "keep"_a);
-    m.def("follow", &follow, "means"_a, "sizes"_a, "gains"_a, "weight"_a);
     m.def("best_size", &best_size, "gains"_a, "added_s"_a, "tokens"_a, "seconds"_a);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
     m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a, "kv_heads"_a,

@@ -29,6 +29,13 @@ def buckets(largest: int) -> list[int]:
 
 
 ROUND_ROWS = 512  # most rows N·T of a pass of rounds on the device, unless two slots' trees are larger
+
+
+def round_rows(tokens: int) -> int:
+    """Most rows of such a pass, where the largest trees have so many tokens."""
+    return max(ROUND_ROWS, 2 * tokens)
+
+
 CANDIDATES = (1, 16, 64, 256, 1024, 4096)  # K of captured drafts: one takes the next larger number
 REACHES = (3, 7)  # positions of captured drafts, besides all of them: likewise
 
@@ -51,7 +58,7 @@ class RoundShapes:
     @property
     def rows(self) -> int:
         """Most rows of a pass."""
-        return max(ROUND_ROWS, 2 * self.tokens[-1])
+        return round_rows(self.tokens[-1])
 
     def most_slots(self, tokens: int) -> int:
         """Of a pass over trees of T tokens."""
@@ -231,6 +238,12 @@ def with_aligned_slots(limits: Limits, networks: Iterable[TransformerDims], elem
 def pass_rows(limits: Limits, slots: int) -> int:
     """Most rows of one target pass over that many slots: their trees, or one chunk of a prompt."""
     return max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
+
+
+def logit_rows(limits: Limits) -> int:
+    """Rows whose logits a PyTorch engine holds: of a pass by stages with more they are computed part by part."""
+    tree = 1 + limits.max_tree_budget
+    return min(round_rows(tree), limits.max_batch * tree)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ddtree_trt.device.buffers import (
     buckets,
     captured_passes,
     context_steps,
+    logit_rows,
     pass_rows,
     tensorrt_buffers,
     tree_sizes,
@@ -89,7 +90,10 @@ def plan_engine(
         waiting = kind.block_size if kind.block_size and not backend.on_cpu else waiting
         moves = target.delta.moved_values * len(target.delta_layers) if target.delta else 0
         taps = len(kind.tap_layers) * target.hidden_size
-        buffers = rows * (target.vocab_size + moves) * FLOAT_BYTES + (rows + slots * waiting) * taps * size
+        held = logit_rows(limits) if backend.kernels else rows
+        kept = slots * tree * target.hidden_size if slots * tree > held and backend.kernels else 0
+        buffers = (held * target.vocab_size + rows * moves) * FLOAT_BYTES + (rows + slots * waiting) * taps * size
+        buffers += kept * size  # of which logits that are not held are computed again
 
     # The widest arrays of a pass: the fused projections of the target's rows, or the drafter's logits. On a GPU also
     # the matrices [N, Hv, T, T] of a hybrid's layer, about six of float32 at a time.

@@ -157,6 +157,7 @@ QWEN3_MOE = Family(
         "norm_topk_prob": False,
     },
     experts=True,
+    in_gguf="qwen3moe",
 )
 
 _HYBRID: Mapping[str, float | None] = {
@@ -181,6 +182,7 @@ QWEN3_NEXT = Family(
     experts=True,
     delta=True,
     interleaved=True,
+    in_gguf="qwen3next",
 )
 QWEN3_5 = Family(
     title="Qwen3.5",
@@ -202,6 +204,7 @@ QWEN3_5_MOE = Family(
     stacked=True,
     delta=True,
     with_vision="Qwen3_5MoeForConditionalGeneration",
+    in_gguf="qwen35moe",
 )
 
 _EVERY = (QWEN3, LLAMA, MISTRAL, QWEN2, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

@@ -11,12 +11,15 @@ The best-first heap over a record runs in C++ (`best_first`). Other ways to make
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree_trt import _native
+
+_floats, _ints = (partial(np.ascontiguousarray, dtype=each) for each in (np.float32, np.int32))
 
 NO_ROW = -1  # in place of a row's index, of a candidate without children
 
@@ -112,11 +115,3 @@ class Bilinear:
 
 
 Candidates: TypeAlias = Marginals | LinkedRows | Bilinear
-
-
-def _floats(values: ArrayLike) -> NDArray[np.float32]:
-    return np.ascontiguousarray(values, np.float32)
-
-
-def _ints(values: ArrayLike) -> NDArray[np.int32]:
-    return np.ascontiguousarray(values, np.int32)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import BY_SWITCHES, make_pair, make_target
+from checkpoints import BY_SWITCHES, make_drafter, make_pair, make_target
 from engine_builds import build_engine
 from numerics import Follower, Truth, path_to, random_tree
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from ddtree_trt.build.graph.lowering_int8 import LARGEST, PARTS, quantize_channe
 from ddtree_trt.build.graph.rotation import rotate, rotation_matrix, walsh
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.families import QWEN3
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
@@ -72,14 +73,20 @@ def follow(engine: OrtEngine, truth: Truth) -> None:
     ids=["tied", "untied", *BY_SWITCHES],
 )
 def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Errors, tmp_path: Path) -> None:
-    target, drafter = make_pair(tmp_path / "pair", **shape)
-    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
-    follow(engine, RoundedTruth(target, engine.manifest.drafting.dims.tap_layers))
-    engine.close()
-    engine.close()  # again is no error
-    assert len(errors.rows) > 60
-    assert np.mean(np.array(errors.rows) < 1e-4) > 0.01
-    assert max(errors.rows) < 0.1
+    """Of five networks one at least sees no rounding fall the other way in the first half of its rows."""
+    equal = []
+    drafter = make_drafter(tmp_path / "drafter", family=shape.get("family", QWEN3))
+    for seed in range(5):
+        target = make_target(tmp_path / f"target-{seed}", seed=seed, **shape)
+        engine = build_engine(target, drafter, tmp_path / f"engine-{seed}", precision="int8", max_batch=2)
+        errors.rows.clear()
+        follow(engine, RoundedTruth(target, engine.manifest.drafting.dims.tap_layers))
+        engine.close()
+        engine.close()  # again is no error
+        assert len(errors.rows) > 60
+        assert max(errors.rows) < 0.1
+        equal.append(np.mean(np.array(errors.rows) < 1e-4))
+    assert max(equal) > 0.5
 
 
 def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import runpy
 import signal
 import sys
 from dataclasses import replace
@@ -26,8 +27,8 @@ from safetensors.torch import load_file
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import DraftRequest
-from tools.train_drafter import __main__ as command
 from tools.train_drafter import data, loop
+from tools.train_drafter import settings as recipe
 from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts
 from tools.train_drafter.drafter import drafter_config, fresh, read_shortlist, save, write_shortlist
 from tools.train_drafter.model import DFlash, Eagle3, load_drafter
@@ -242,11 +243,11 @@ def test_one_command_writes_answers_trains_and_publishes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = replace(DRAFTER, schedule=replace(SCHEDULE, steps=2))
-    monkeypatch.setattr(command, "DEFAULTS", replace(SETTINGS, drafter=drafter))
+    monkeypatch.setattr(recipe, "DEFAULTS", replace(SETTINGS, drafter=drafter))
     common = ["--target", str(llama), "--out", str(tmp_path), "--device", "cpu", "--batch", "8", "--minutes", "0"]
     for stage in (["fit", "--pools", "1", "--mask-token", "t95", "--shortlist", "40"], ["evaluate"]):
         monkeypatch.setattr(sys, "argv", ["train_drafter", *stage, *common])
-        command.main()
+        runpy.run_module("tools.train_drafter", run_name="__main__", alter_sys=True)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if '"final"' in line]
     assert len(told) == 2 and told[0] == told[1], "the drafter that is published is the one that was measured"
     for found in told[0].values():

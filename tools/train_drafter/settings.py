@@ -82,3 +82,9 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)
+
+
+DEFAULTS = Settings()
+GPU: dict[str, float] = {"sequences": 32, "tokens": 16384, "writers": 3, "batch": 384, "minutes": 20}
+CPU: dict[str, float] = {"sequences": DEFAULTS.drafter.sequences, "tokens": DEFAULTS.drafter.tokens, "writers": 1}
+CPU |= {"batch": DEFAULTS.data.batch, "minutes": 480}

@@ -6,17 +6,6 @@
 
 namespace ddtree::cpu {
 
-void rotate(const AttentionPass& pass, const float* vector, int64_t position, float* x) {
-    const int64_t half = pass.rotary;
-    const float *cos = pass.cos + position * half, *sin = pass.sin + position * half;
-    for (int64_t j = 0; j < half; ++j) {
-        const float a = vector[j], b = vector[j + half];
-        x[j] = a * cos[j] - b * sin[j];
-        x[j + half] = b * cos[j] + a * sin[j];
-    }
-    for (int64_t j = 2 * half; j < pass.cache.head_dim; ++j) x[j] = vector[j];
-}
-
 namespace {
 
 struct Version {

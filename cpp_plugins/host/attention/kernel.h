@@ -7,9 +7,6 @@
 
 namespace ddtree::cpu {
 
-// x [D] is a head's vector rotated to a position: elements j and j + `rotary` are a pair, those behind stay.
-void rotate(const AttentionPass& pass, const float* vector, int64_t position, float* x);
-
 #define DDTREE_VERSION(isa)                                                                                        \
     namespace isa {                                                                                                \
     void attend(const AttentionPass& pass, const Parallel& parallel);                                              \

@@ -53,20 +53,29 @@ inline V fma(V a, V b, V c) {
 
 inline V larger(V a, V b) { return a > b ? a : b; }
 
-// Lanes are joined in halves: the same order for every row.
-inline float joined(V x, float (*join)(float, float)) {
-    float lane[LANES];
-    store(lane, x);
-    for (int half = LANES / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) lane[i] = join(lane[i], lane[i + half]);
-    }
-    return lane[0];
+// Lanes are joined in halves: the same order for every row. In registers, since it is done for every row and unit.
+template <class Join>
+inline float joined(V x, Join join) {
+#if defined(__AVX512F__)
+    const __m512 z = (__m512)x;
+    const __m256 y = join(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+#elif defined(__AVX2__)
+    const __m256 y = (__m256)x;
+#endif
+#if defined(__AVX2__)
+    __m128 w = join(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    w = join(w, _mm_movehl_ps(w, w));
+    return join(w, _mm_movehdup_ps(w))[0];
+#else
+    const float a = join(x[0], x[2]), b = join(x[1], x[3]);
+    return join(a, b);
+#endif
 }
 inline float highest(V x) {
-    return joined(x, [](float a, float b) { return a > b ? a : b; });
+    return joined(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 inline float total(V x) {
-    return joined(x, [](float a, float b) { return a + b; });
+    return joined(x, [](auto a, auto b) { return a + b; });
 }
 
 // e^x for x <= 0, 0 below −87: a polynomial of 2^f by the nearest integer, within two units of the last place.
@@ -84,6 +93,18 @@ inline V exponential(V x) {
     return x < all(-87.0f) ? V{} : r * power;
 }
 inline float exponential(float x) { return exponential(all(x))[0]; }
+
+// x [D] is a head's vector rotated to a position: elements j and j + `rotary` are a pair, those behind stay.
+inline void rotate(const AttentionPass& pass, const float* vector, int64_t position, float* __restrict x) {
+    const int64_t half = pass.rotary;
+    const float *cos = pass.cos + position * half, *sin = pass.sin + position * half;
+    for (int64_t j = 0; j < half; ++j) {
+        const float a = vector[j], b = vector[j + half];
+        x[j] = a * cos[j] - b * sin[j];
+        x[j + half] = b * cos[j] + a * sin[j];
+    }
+    for (int64_t j = 2 * half; j < pass.cache.head_dim; ++j) x[j] = vector[j];
+}
 
 // bfloat16 in words: two elements, the even one in the lower half. Rounded to nearest even.
 inline uint32_t rounded(float x) {

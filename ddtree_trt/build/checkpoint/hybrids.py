@@ -42,12 +42,16 @@ _NARROW = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 
 def from_gguf(part: str, values: Floats, dims: TransformerDims) -> Floats:
     """A tensor of a layer by GGUF's name in our form. llama.cpp's converter has left norms, decays and convolutions as
-    ours are, and put value heads in the order of tiles: the first of every key head, then the second of each."""
+    ours are, and put value heads in the order of tiles: the first of every key head, then the second of each. Of
+    Qwen3-Next it has left them as they were, and two projections interleaved."""
     if dims.delta is None:
         return values
     d = dims.delta
     if part == "attn_q":
         return _by_kind(values, dims.num_heads, (dims.head_dim, dims.head_dim))
+    if d.interleaved:
+        share = d.value_heads // d.key_heads
+        return _by_kind(values, d.key_heads, (share, share)) if part == "ssm_ba" else values
     if part == "ssm_out":
         return np.ascontiguousarray(_by_key_head(values.T, d.value_dim, d).T)
     if part in (*_WIDE, *_NARROW):

@@ -24,7 +24,7 @@ from ddtree_trt.build.checkpoint.gguf.network import (
     DIVISORS,
     read_gguf_config,
     read_tensor,
-    stored_shape,
+    stored_tensors,
     unused_tensors,
 )
 from ddtree_trt.build.checkpoint.hybrids import in_our_form
@@ -176,16 +176,16 @@ def _open_gguf(path: Path) -> dict[str, Any]:
     files = open_gguf(path)
     config = read_gguf_config(files)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    names = files.names(shapes, config.dims.num_layers)
-    expected = {names[name]: stored_shape(shape) for name, shape in shapes.items()}
+    stored = stored_tensors(files, shapes, config.dims)
+    expected = {name: shape for some in stored.values() for name, shape in some.items()}
     _check_tensors(path, "metadata", files.tensors, expected, {DIVISORS, *unused_tensors(files, config.dims)})
     return {
         "config": config,
         "files": files.paths,
-        "tensors": {name: files.tensors[names[name]] for name in shapes},
+        "tensors": {name: files.tensors[next(iter(stored[name]))] for name in shapes},
         "shapes": shapes,
         "quantizers": {},
-        "_read": lambda name: read_tensor(files, names[name], config.dims),
+        "_read": lambda name: read_tensor(files, stored[name], shapes[name], config.dims),
     }
 
 

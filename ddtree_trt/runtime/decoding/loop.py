@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, Decision, RoundPlan, SlotInput
-from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.sampling import logprob
 from ddtree_trt.runtime.engines.base import (
     AHEAD,
     DeviceRounds,
     Draft,
     DraftRequest,
+    DrawnFrom,
     Engine,
     LogitRows,
     RoundRequest,
@@ -34,10 +35,9 @@ from ddtree_trt.runtime.engines.base import (
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
 from ddtree_trt.runtime.structured.matcher import allowed_part, with_spare
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, TokenTree, compile_tree, descend, token_chain, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, TokenTree, compile_tree, descend, token_chain
 
 Path = NDArray[np.int32]
-NOTHING = Proposal(EMPTY)
 _ROOT = np.zeros(1, np.int32)
 _SLOT, _ON_DEVICE = attrgetter("slot"), attrgetter("on_device")
 
@@ -99,9 +99,10 @@ class PromptChunk(_Part):
 class _SlotRound(_Part):
     """One sequence's share of a round."""
 
-    ceiling = 0  # most nodes to draft, then to verify
+    ceiling = 0  # most nodes to draft
     decision: Decision | None = None  # why the tree has its size; None for a fixed budget
-    proposal = NOTHING
+    drafted = EMPTY
+    drawn: tuple[DrawnFrom, ...] = ()  # as of a `Proposal`
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence
@@ -110,29 +111,19 @@ class _SlotRound(_Part):
         return DraftRequest(self.slot, self.root_token, k, length, s.sampler.draft)
 
     def propose(self, draft: Draft) -> None:
+        """Make the tree, of what the constraint of the output allows: of a tree that was not drawn as much as may be
+        verified, for which more is drafted."""
         s = self.sequence
-        constrained = s.sampler.constrained and not s.method.draws
-        nodes = with_spare(self.ceiling) if constrained else self.ceiling
+        constrained = s.sampler.constrained
+        nodes = with_spare(self.ceiling) if constrained and not s.method.draws else self.ceiling
         try:
-            proposal = s.method.propose(draft, nodes, s.sampler.draft)
+            self.drafted, self.drawn = s.method.propose(draft, nodes, s.sampler.draft)
         except ValueError as error:
             raise EngineError(f"the drafter's output cannot be used: {error}") from error
-        self.proposal = Proposal(self._allowed(proposal.tree).cut(self.ceiling)) if constrained else proposal
-
-    def cut(self) -> None:
-        """Keep the first nodes of the proposed tree."""
-        s, tree = self.sequence, self.proposal.tree.cut(self.ceiling)
-        # How long a drawn chain is must not depend on what was drawn: it is cut by the constraint last.
-        if s.method.draws and s.sampler.constrained:
-            tree = self._allowed(tree)
-        if tree is not self.proposal.tree:
-            self.proposal = Proposal(tree, self.proposal.drawn[: self.ceiling])
-
-    def _allowed(self, tree: DraftTree) -> DraftTree:
-        """The part of a tree that the constraint of the output allows."""
-        matcher = self.sequence.sampler.matcher
-        assert matcher is not None, "only constrained sequences ask"
-        return allowed_part(tree, matcher)
+        if constrained:
+            matcher = s.sampler.matcher
+            assert matcher is not None, "a constrained sequence has one"
+            self.drafted = allowed_part(self.drafted, matcher).cut(self.ceiling)
 
     def walk(self, verdict: Verdict) -> None:
         """Walk the verified tree and emit the target's tokens: `path` is the accepted one [m], root first.
@@ -140,7 +131,7 @@ class _SlotRound(_Part):
         Each node on it yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is met
         inside the path, the path ends there.
         """
-        s, sampler, tree, drawn = self.sequence, self.sequence.sampler, self.proposal.tree, self.proposal.drawn
+        s, sampler, tree, drawn = self.sequence, self.sequence.sampler, self.drafted, self.drawn
 
         def choose(node: int) -> int | None:
             row = verdict.logits[node]
@@ -151,7 +142,7 @@ class _SlotRound(_Part):
         if s.finish_reason is not None:
             return
         if sampler.takes_choices:
-            path = _ROOT if tree is EMPTY else walk(tree, verdict.choices)
+            path = _ROOT if tree is EMPTY else _native.walk(tree.parents, tree.token_ids, verdict.choices)
             rows = None if s.params.logprobs is None else (verdict.logits[node] for node in path.tolist())
             self.path = path[: s.extend(verdict.choices[path].tolist(), rows)]
         else:
@@ -162,13 +153,13 @@ class _SlotRound(_Part):
         """Tell an automatic budget what its decision came to."""
         s, path = self.sequence, self.path
         if isinstance(s.budget, AutoBudget) and self.decision is not None and path is not None:
-            s.budget.observe(self.decision, self.proposal.tree, path, ends=s.finish_reason is not None)
+            s.budget.observe(self.decision, self.drafted, path, ends=s.finish_reason is not None)
 
     def show(self) -> None:
         """Call the watcher, if the sequence has one, with the round that is committed."""
         s, path = self.sequence, self.path
         if s.on_round is not None and path is not None:
-            s.on_round(Round(self.root_token, self.proposal.tree, path, s.bonus_token, self.decision))
+            s.on_round(Round(self.root_token, self.drafted, path, s.bonus_token, self.decision))
 
 
 def each(parts: Iterable[_Part], work: str, *columns: Iterable[Any]) -> None:
@@ -260,6 +251,9 @@ def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> 
 def _read(engine: Engine, rounds: DeviceRounds) -> int:
     """Emit the tokens of the oldest round under way; returns of how many sequences."""
     results, draft_s, rest_s = rounds.read()
+    seen = {r.request.tag[2]: r.drafted[1] for r in results if r.drafted is not None}
+    if seen:
+        results[0].request.tag[1].weigh(seen)
     for result in results:
         sequence = result.request.tag[0]
         try:
@@ -284,8 +278,7 @@ def _take(engine: Engine, result: RoundResult) -> None:
     if decision is not None:
         tree, path = EMPTY, _ROOT
         if drafted is not None:
-            tree, more, path = drafted
-            plan.weigh(place, more)
+            tree, _, path = drafted
         s.budget.observe(decision, tree, path[:emitted], ends=s.finish_reason is not None)
     if emitted < len(tokens):
         engine.truncate(request.slot, engine.length(request.slot) - len(tokens) + emitted)
@@ -301,14 +294,15 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
 
     with clock("tree_build"):
         each(drafting, "propose", drafts)
-        trees = [None if part.proposal is NOTHING else part.proposal.tree for part in slot_rounds]
+        trees = [None if part.drafted is EMPTY else part.drafted for part in slot_rounds]
         for part, nodes, decision in zip(slot_rounds, budgets.choose(trees), budgets.decisions, strict=True):
-            part.ceiling, part.decision = nodes, decision
-        each(drafting, "cut")
+            part.decision = decision
+            if nodes < len(part.drafted.token_ids):
+                part.drafted = part.drafted.cut(nodes)
 
     with clock("tree_compile"):
         for part in slot_rounds:
-            part.tree = compile_tree(part.root_token, part.proposal.tree)
+            part.tree = compile_tree(part.root_token, part.drafted)
         parts: list[_SlotRound | PromptChunk] = sorted([*slot_rounds, *chunks], key=_SLOT)
         requests = [VerifyRequest(p.slot, p.tree, rows=p.rows) for p in parts]
 
@@ -321,7 +315,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
                 engine.commit(p.slot, p.path, taps=p.sequence.drafts)
         each([part for part in slot_rounds if part.decision is not None], "learn")
     if not chunks:  # whose rows take time, too
-        sizes = [len(part.proposal.tree.token_ids) for part in slot_rounds]
+        sizes = [len(part.drafted.token_ids) for part in slot_rounds]
         budgets.took(drafted - start, time.perf_counter() - drafted, sizes)
 
     # What watchers do is no part of a stage.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
 from ddtree_trt.drafters.registry import KINDS
@@ -23,8 +23,7 @@ AUTO = "auto"  # as a method: the first of METHODS that drafts with the engine's
 SAMPLED_CANDIDATES = 64  # K that a sampled chain draws from: any distribution q is valid, this keeps most of its mass
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A tree to verify. `drawn` [n] is given for chains whose tokens were drawn at random, which the walk must accept
     by the ratio of probabilities; of other trees it accepts a node that equals the target's token."""
 
@@ -45,9 +44,9 @@ def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
 def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Proposal:
     """The most probable prefixes. Of a drafter by levels they are EAGLE-2's reranked tree (arXiv 2406.16858): all its
     candidates compete, and none is more probable than the one it extends."""
-    from ddtree_trt.runtime.tree import best_tree
+    from ddtree_trt.runtime.tree import DraftTree
 
-    return Proposal(best_tree(draft.candidates, budget, width=width))
+    return Proposal(DraftTree(*draft.candidates.best_first(budget, width=width)))
 
 
 def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:

@@ -34,7 +34,7 @@ from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import CheckpointError, DDTreeError, MissingDependency
-from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, QWEN3_5
+from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from ddtree_trt.models.rotary import inverse_frequencies
 
 ALL = {family.model_type: family for family in (QWEN3, LLAMA, QWEN2)}
@@ -49,7 +49,7 @@ def pair(path: Path, kind: str = "F32", **options: Any) -> tuple[Checkpoint, Che
     return load_checkpoint(directory), load_checkpoint(make_gguf(directory, path / "model.gguf", kind))
 
 
-@pytest.mark.parametrize("family", [*ALL.values(), QWEN3_5], ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", [*ALL.values(), QWEN3_5, QWEN3_5_MOE], ids=lambda family: family.model_type)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> None:
     plain, read = pair(tmp_path, family=family, tied=tied)
@@ -98,6 +98,20 @@ def test_layers_of_a_hybrid_that_predict_several_tokens_are_left_out(tmp_path: P
     )
 
 
+def test_gates_and_ups_of_experts_in_one_tensor(tmp_path: Path) -> None:
+    directory = make_target(tmp_path / "target", family=QWEN3_5_MOE)
+    apart: dict[str, Any] = {n: v for n, v in tensors_of(directory).items() if "gate_exps" in n or "up_exps" in n}
+    joined = {
+        name.replace("gate", "gate_up"): np.concatenate([apart[name], apart[name.replace("gate", "up")]], axis=1)
+        for name in apart
+        if "gate" in name
+    }
+    read = load_checkpoint(make_gguf(directory, tmp_path / "m.gguf", tensors={**dict.fromkeys(apart), **joined}))
+    plain = load_checkpoint(directory)
+    for name in plain.shapes:
+        np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
+
+
 def test_a_split_file(tmp_path: Path) -> None:
     directory = make_target(tmp_path / "target", tied=False)
     plain = load_checkpoint(directory)
@@ -124,7 +138,18 @@ def greedy(engine: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [(QWEN3, "F32"), (LLAMA, "Q8_0"), (LLAMA, "Q4_1"), (QWEN2, "Q8_0"), (QWEN3_5, "F32")], ids=str
+    ("family", "kind"),
+    [
+        (QWEN3, "F32"),
+        (LLAMA, "Q8_0"),
+        (LLAMA, "Q4_1"),
+        (QWEN2, "Q8_0"),
+        (QWEN3_MOE, "Q8_0"),
+        (QWEN3_NEXT, "F32"),
+        (QWEN3_5, "F32"),
+        (QWEN3_5_MOE, "F32"),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
 )
 def test_an_engine_of_the_same_weights(family: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal in its weights' bytes to that of a safetensors checkpoint of the dequantised values, converted a few rows

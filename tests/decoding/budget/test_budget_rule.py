@@ -15,6 +15,7 @@ from profiles import CHAINS, CPU, GPU, SLOW_CPU, make_budgets, make_profile
 from scripted import ScriptedEngine, completion, finish
 from scripted_models import Good, MarkovTarget
 
+from ddtree_trt import _native
 from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
@@ -24,7 +25,6 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     AutoBudget,
     AutoBudgets,
     Budget,
-    Calibration,
     FixedBudget,
     RoundPlan,
     SlotInput,
@@ -381,14 +381,14 @@ def test_levels_follow_what_is_accepted_and_what_they_cost(level_s: float, right
 
 def test_calibrated_ratios_against_a_plain_statement() -> None:
     rng = np.random.default_rng(3)
-    calibration = Calibration(7)
+    evidence = np.zeros((2, 7))
     observed, predicted, keep = np.zeros(7), np.zeros(7), 1 - 1 / 48
     for _ in range(60):
         tree = random_tree(rng, 20)
         path = [0]
         while (children := np.flatnonzero(tree.parents == path[-1])).size and rng.random() < 0.7:
             path.append(int(rng.choice(children)))
-        calibration.observe(tree, np.array(path, np.int32))
+        _native.learn(evidence, tree.parents, tree.log_weights, np.array(path, np.int32), keep)
         weights = np.concatenate(([0.0], tree.log_weights))
         observed, predicted = observed * keep, predicted * keep
         for depth, node in enumerate(path[:7]):
@@ -400,7 +400,7 @@ def test_calibrated_ratios_against_a_plain_statement() -> None:
     for seen, said in zip(observed, predicted, strict=True):
         above = min(max((4 * above + seen) / (4 + said), 0.02), 2.0)
         expected.append(above)
-    assert calibration.ratios() == pytest.approx(expected)
+    assert _native.calibrated_ratios(evidence, 4.0, 0.02, 2.0) == pytest.approx(expected)
 
 
 # The loop

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
@@ -14,6 +16,7 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.graphs import Graphs
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +55,17 @@ def open_on_kernels(operators: None, monkeypatch: pytest.MonkeyPatch) -> Callabl
         return engine
 
     return open_directory
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
+    """Runs passes as CUDA graphs do: for equal keys always the first call's work. Counts those of each."""
+    works: dict[Any, Any] = {}
+    runs: Counter[Any] = Counter()
+
+    def run(self: Graphs, key: Any, work: Any) -> None:
+        works.setdefault(key, work)()
+        runs[key] += 1
+
+    monkeypatch.setattr(Graphs, "run", run)
+    return runs

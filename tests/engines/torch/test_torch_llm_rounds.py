@@ -3,19 +3,24 @@ output, which requests have them, and what they draw."""
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_builds import CHATS, ROWS
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget
-from ddtree_trt.runtime.engines.base import RoundRequest
+from ddtree_trt.runtime.engines.base import AHEAD, RoundRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
@@ -24,6 +29,8 @@ from ddtree_trt.runtime.stats import ROUND_STAGES
 
 TOKENS = 60
 SLOTS = 3
+BYTES, OBJECTS = 256 << 10, 64  # of growth: what is kept of costs comes and goes, and libraries have caches
+LEARN = Costs.learn  # before the fixture of all tests has rounds correct nothing
 
 
 def greedy(tree_budget: int | str = 16, **options: Any) -> SamplingParams:
@@ -200,6 +207,64 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     for found, output in ((parts, expected[1]), (said, expected[2])):
         assert [t for p in found for t in p.outputs[0].token_ids] == output.outputs[0].token_ids
     assert device.core.scheduler.free_slots == SLOTS
+
+
+@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_nothing_grows_with_the_rounds(
+    rounds: int, directory: Path, prompts: list[Any], replayed: Counter[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever requests come, end, leave in the middle and begin with what a slot holds: neither passes, nor memory
+    that the host keeps for them, nor any object. No round is made twice: those launched are those read and those under
+    way, at all times."""
+    monkeypatch.setattr(Costs, "learn", LEARN)
+    rng, made, cached = np.random.default_rng(0), Counter[str](), 0
+    kinds = [*KINDS.values(), {"tree_budget": "auto", "temperature": 0.8, "seed": 1}]
+
+    def counted(verb: str) -> Any:
+        work = getattr(TorchRounds, verb)
+
+        def count(self: TorchRounds, *given: Any) -> Any:
+            found = work(self, *given)
+            made[verb] += 1
+            made["passes"] += len(self._launched[-1]) if verb == "launch" else 0
+            assert made["launch"] == made["read"] + self.ahead and self.ahead <= AHEAD
+            return found
+
+        return count
+
+    def play(until: int) -> tuple[int, Counter[type]]:
+        """Serve requests until so many rounds were read: the bytes and the objects there are then."""
+        nonlocal cached
+        going: list[Any] = []
+        while made["read"] < until or going:
+            if made["read"] < until and len(going) < 5 and rng.random() < 0.2:
+                params = greedy(**kinds[rng.integers(len(kinds))], max_tokens=int(rng.integers(1, 40)))
+                going.append(llm.stream(prompts[rng.integers(len(prompts))], params))
+            if going:
+                one = going[rng.integers(len(going))]
+                if (part := next(one, None)) is None or rng.random() < 0.01:
+                    one.close()
+                    going.remove(one)
+                cached += part is not None and part.metrics.cached_tokens > 0
+        assert not held._members and len(held._entries) + sum(map(len, held._launched)) <= AHEAD + 1
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0], Counter(map(type, gc.get_objects()))
+
+    with LLM(directory, threads=1, device_rounds="on") as llm:
+        held = rounds_of(llm)
+        for verb in ("launch", "read"):
+            monkeypatch.setattr(TorchRounds, verb, counted(verb))
+        for kind in kinds:  # libraries make what they keep
+            llm.generate(prompts[:1], greedy(**kind, max_tokens=8))
+        tracemalloc.start()
+        try:
+            (used, objects), (used_later, later) = play(rounds // 3), play(rounds)
+        finally:
+            tracemalloc.stop()
+    assert cached and used_later < used + BYTES and not {t: n for t, n in (later - objects).items() if n > OBJECTS}
+    sizes: set[tuple[Any, ...]] = {("round", *shape) for shape in held.shapes.verifications()}
+    sizes |= {("round draft", *shape) for shape in held.shapes.drafts()}
+    assert replayed.keys() <= sizes and made["passes"] == sum(n for key, n in replayed.items() if key[0] == "round")
 
 
 # What cannot be served

@@ -19,11 +19,12 @@ from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN3_5
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.passes import LazyRows
+from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.products import Products, Weight
+from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -199,26 +200,42 @@ def test_candidates_of_every_drafter_are_the_kernels(
 
 
 def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: rows come over for logprobs; of the prompt's last row one value, to see that it is finite."""
+    """Rows are copied for logprobs; of the prompt's last row one value, to see that it is finite."""
     from scripted import completion, finish
 
     from ddtree_trt.runtime.scheduler import Scheduler
 
     fetched: list[int] = []
+    read = TargetPass.read
 
-    def lazy(logits: torch.Tensor) -> Any:
-        def fetch(start: int, stop: int, columns: slice) -> Any:
-            found = logits[start:stop, columns].numpy().copy()
-            fetched.append(found.size)
-            return found
+    def record(*given: Any) -> torch.Tensor:
+        found = read(*given)
+        fetched.append(found.numel())
+        return found
 
-        rows, vocabulary = logits.shape
-        return LazyRows(rows, vocabulary, fetch)
-
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.target.readable", lazy)
+    monkeypatch.setattr(TargetPass, "read", record)
     whole = engine.manifest.target_dims.vocab_size
     for logprobs, expected in ((None, [1]), (1, [1, *[whole] * 20])):
         params = SamplingParams(max_tokens=20, ignore_eos=True, method="ddtree", tree_budget=8, logprobs=logprobs)
         fetched.clear()
         finish(Scheduler(engine), [completion(engine, [5, 6, 7], params)])
         assert fetched == expected
+
+
+def test_logits_of_many_rows_take_no_more_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed part by part, and again where they are read: of trees that parts cut, and of a prompt."""
+    rng = np.random.default_rng(2)
+    trees = {slot: random_tree(rng, size, VOCAB) for slot, size in enumerate((33, 40, 21))}
+    found: list[dict[int, Verdict]] = []
+    for most in (200, 16):
+        monkeypatch.setattr("ddtree_trt.device.buffers.round_rows", lambda tokens, most=most: most)
+        engine = open_engine(directory, threads=1)
+        assert isinstance(engine, TorchEngine) and engine.target.logits.shape == (most, VOCAB)
+        fill(engine, (9, 12, 30))
+        found.append(verified(engine, trees))
+        commit(engine, trees)
+        found[-1][3] = copied(engine.prefill(0, np.full(50, 7), rows="all", taps=True))
+        engine.close()
+    for slot, whole in found[0].items():
+        assert found[1][slot].choices.tolist() == whole.choices.tolist() == np.argmax(whole.logits, 1).tolist()
+        np.testing.assert_allclose(found[1][slot].logits, whole.logits, atol=1e-4)

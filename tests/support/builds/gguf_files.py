@@ -7,7 +7,9 @@ be compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,16 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -37,7 +49,12 @@ _NAMES = {
     "linear_attn.out_proj": "ssm_out",
 }
 _WHOLE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-_ARCHITECTURES = {"qwen3_5_text": "qwen35"}  # where they are not the model_type
+_ARCHITECTURES = {  # where they are not the model_type
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+}
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -64,7 +81,7 @@ def metadata_of(directory: Path) -> dict[str, Any]:
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size", 5632),
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
@@ -73,7 +90,15 @@ def metadata_of(directory: Path) -> dict[str, Any]:
         "rope.freq_base": config["rope_theta"],
         "rope.dimension_count": config["head_dim"],
     }
-    if kind == "qwen35":
+    if "num_experts" in config:
+        numbers |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+        if shared := config.get("shared_expert_intermediate_size"):
+            numbers["expert_shared_feed_forward_length"] = shared
+    if "layer_types" in config and "linear_num_value_heads" in config:
         heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
         numbers |= {
             "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
@@ -105,49 +130,68 @@ def tokenizer_metadata(size: int, *, eos: int, pre: str = "gpt-2") -> dict[str, 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint by GGUF's names; a llama's queries and keys in llama.cpp's order of rows."""
     config = json.loads((directory / "config.json").read_text())
-    if architecture(config) == "qwen35":
-        return _of_hybrid(directory, config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors = {}
-    for source, tensor in load_file(directory / "model.safetensors").items():
-        name, values = gguf_name(source), tensor.float().numpy()
-        count = heads.get(name.split(".")[-2])
-        if config["model_type"] == "llama" and count is not None:
-            halves = values.reshape(count, 2, -1, *values.shape[1:])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        tensors[name] = values
+    for name, values in _one_per_kind(load_file(directory / "model.safetensors"), config):
+        kind = name.split(".")[2] if name.startswith("blk.") else name
+        if config["model_type"] == "llama" and kind in heads:
+            halves = values.reshape(heads[kind], 2, -1, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if "linear_num_value_heads" in config:
+            values = _of_hybrid(kind, values, config)
+            name = name.replace("ffn_norm", "post_attention_norm")
+        tensors[name] = np.ascontiguousarray(values if values.size == 1 else values.squeeze())
     return tensors
+
+
+def _one_per_kind(stored: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Experts of one kind in one tensor, gates and ups apart; interleaved projections of a delta net in two."""
+    experts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for source, tensor in stored.items():
+        values: np.ndarray = tensor.float().numpy()
+        if one := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", source):
+            experts[f"{one[1]}.{one[3]}"][int(one[2])] = values
+        elif source.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield gguf_name(f"{source.replace('gate_up', part)}.weight"), half
+        elif source.endswith("in_proj_qkvz.weight"):
+            keys, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+            by_head = values.reshape(keys, -1, values.shape[1])
+            own = (by_head.shape[1] - 2 * size) // 2
+            kinds = np.split(by_head, (size, 2 * size, 2 * size + own), axis=1)
+            q, k, v, z = (kind.reshape(-1, values.shape[1]) for kind in kinds)
+            yield gguf_name(source.replace("qkvz", "qkv")), np.concatenate([q, k, v])
+            yield gguf_name(source.replace("qkvz", "z")), z
+        else:
+            yield gguf_name(source if source.endswith((".weight", ".bias", *_WHOLE)) else f"{source}.weight"), values
+    for name, some in experts.items():
+        yield gguf_name(name), np.stack([some[i] for i in range(len(some))])
 
 
 def architecture(config: Mapping[str, Any]) -> str:
     return _ARCHITECTURES.get(config["model_type"], config["model_type"])
 
 
-def _of_hybrid(directory: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Norms and decays as they are used, and value heads one of every key head after the other."""
+def _of_hybrid(kind: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """Norms and decays as they are used, and but for Qwen3-Next value heads one of every key head after the other."""
     keys, heads, size = (config[f"linear_{n}"] for n in ("num_key_heads", "num_value_heads", "value_head_dim"))
     order = np.arange(heads).reshape(keys, -1).T.ravel()
-    tensors = {}
-    for source, tensor in load_file(directory / "model.safetensors").items():
-        name, values = gguf_name(source), tensor.float().numpy()
-        kind = name.split(".")[2] if name.startswith("blk.") else name
-        if kind == "ssm_a":
-            values = -np.exp(values)[order]
-        elif kind in ("ssm_dt", "ssm_alpha", "ssm_beta"):
-            values = values[order]
-        elif kind in ("attn_qkv", "ssm_conv1d", "attn_gate"):
-            values = values.reshape(len(values), -1)
-            others = len(values) - heads * size
-            by_head = values[others:].reshape(heads, size, -1)[order]
-            values = np.concatenate([values[:others], by_head.reshape(heads * size, -1)])
-        elif kind == "ssm_out":
-            values = values.reshape(-1, heads, size)[:, order].reshape(len(values), -1)
-        elif "norm" in kind and kind != "ssm_norm":
-            values = values + np.float32(1)
-        if kind == "ffn_norm":
-            name = name.replace(kind, "post_attention_norm")
-        tensors[name] = np.ascontiguousarray(values)
-    return tensors
+    if kind == "ssm_a":
+        values = -np.exp(values)
+    elif "norm" in kind and kind != "ssm_norm":
+        values = values + np.float32(1)
+    if config["model_type"] == "qwen3_next":
+        return values
+    if kind in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta"):
+        return values[order]
+    if kind in ("attn_qkv", "ssm_conv1d", "attn_gate"):
+        values = values.reshape(len(values), -1)
+        others = len(values) - heads * size
+        by_head = values[others:].reshape(heads, size, -1)[order]
+        return np.concatenate([values[:others], by_head.reshape(heads * size, -1)])
+    if kind == "ssm_out":
+        return values.reshape(-1, heads, size)[:, order].reshape(len(values), -1)
+    return values
 
 
 def make_gguf(
@@ -179,7 +223,7 @@ def make_gguf(
     for name, values in stored.items():
         if values is None or name in (raw or {}):
             continue
-        number = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        number = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         plain = number in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
         writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=None if plain else number)
     for name, (data, raw_kind) in (raw or {}).items():

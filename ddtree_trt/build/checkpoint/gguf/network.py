@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -17,8 +18,17 @@ from numpy.typing import NDArray
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
 from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFiles
 from ddtree_trt.build.checkpoint.hybrids import from_gguf
-from ddtree_trt.models.decoder import HEAD_DIM, LAYERS, WIDTH, Shape, TransformerDims
-from ddtree_trt.models.families import CONFIG_NAMES, DELTA_NAMES, FAMILIES, INTERVAL, ROTARY_SHARE, Family, titles
+from ddtree_trt.models.decoder import EXPERTS, HEAD_DIM, LAYERS, SHARED, WIDTH, Shape, Shapes, TransformerDims
+from ddtree_trt.models.families import (
+    DELTA_NAMES,
+    EXPERT_NAMES,
+    FAMILIES,
+    INTERVAL,
+    ROTARY_SHARE,
+    SHARED_EXPERT,
+    Family,
+    titles,
+)
 from ddtree_trt.models.rope_scaling import RopeScaling, scaling_entries
 from ddtree_trt.models.rotary import inverse_frequencies
 from ddtree_trt.reading import Between, Fields, shown
@@ -47,6 +57,12 @@ _DELTA_KEYS: Mapping[str, str] = {
     DELTA_NAMES["value_heads"]: "ssm.time_step_rank",
     INTERVAL: INTERVAL,
 }
+# Likewise of a mixture of experts.
+_EXPERT_KEYS: Mapping[str, str] = {
+    EXPERT_NAMES["count"]: "expert_count",
+    EXPERT_NAMES["per_token"]: "expert_used_count",
+}
+_EXPERT_WIDTH_KEY, _SHARED_KEY = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _VALUES_KEY, _SECTIONS_KEY, _NEXTN_KEY = "ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"
 _ROPE_THETA = 10000.0  # where the file does not say, as in llama.cpp
 # Keys that change nothing → the values with which they do not; none: whatever they say.
@@ -55,6 +71,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.sliding_window": (0,),
     "expert_count": (0,),
     "expert_used_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (1,),  # softmax
     _NEXTN_KEY: (0,),
     "logit_scale": (1.0,),
     "use_parallel_residual": (False,),
@@ -98,7 +116,7 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     architecture = files.architecture
     _refuse_others(metadata, architecture, family)
     sizes = _sizes(files, architecture, family)
-    entries = {CONFIG_NAMES[field]: value for field, value in sizes.items()}
+    entries = {family.names[field]: value for field, value in sizes.items()}
     prefix = f"{architecture}.{_SCALING}"
     stated = _stated_scaling(metadata, prefix)
     computed = _scaling_of_divisors(files, sizes["head_dim"], sizes["rope_theta"])
@@ -106,7 +124,10 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
         raise metadata.source.fault(f"both {prefix}* and {DIVISORS} scale positions: which is it?")
     entries |= {"rope_scaling": stated or computed} if stated or computed else {}
     entries |= _delta_entries(metadata, architecture, sizes["head_dim"]) if family.delta else {}
+    entries |= _expert_entries(metadata, architecture, family) if family.experts else {}
     dims = transformer_dims(Fields(entries, metadata.source), family)
+    if dims.experts is not None:
+        dims = replace(dims, experts=replace(dims.experts, stacked=True))
     token = Between(0, dims.vocab_size - 1)
     stops = [metadata.integer(key, token) for key in _STOP_TOKENS if metadata.has(key)]
     return ModelConfig(dims=dims, tied=_HEAD not in files.tensors, stop_token_ids=tuple(dict.fromkeys(stops)))
@@ -114,7 +135,7 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
 
 def _family(files: GgufFiles) -> Family:
     architecture = files.architecture
-    read = {family.in_gguf or name: family for name, family in FAMILIES.items() if not family.experts}
+    read = {family.in_gguf or name: family for name, family in FAMILIES.items()}
     if architecture not in read:
         types, kinds = ", ".join(map(repr, read)), titles("and", read.values())
         raise files.metadata.fault(
@@ -129,6 +150,8 @@ def _refuse_others(metadata: Fields, architecture: str, family: Family) -> None:
     if family.delta:
         # Of a text all positions of a vision-language model are the same; what predicts several tokens is left out.
         keys |= dict.fromkeys((*_DELTA_KEYS.values(), _VALUES_KEY, _SECTIONS_KEY, _NEXTN_KEY))
+    if family.experts:
+        keys |= dict.fromkeys((*_EXPERT_KEYS.values(), _EXPERT_WIDTH_KEY, _SHARED_KEY))
     for key, value in metadata.data.items():
         name = key.removeprefix(f"{architecture}.")
         values = keys.get(name, ())
@@ -148,6 +171,14 @@ def _delta_entries(metadata: Fields, architecture: str, head_dim: int) -> dict[s
     return {**entries, DELTA_NAMES["value_dim"]: width // heads, ROTARY_SHARE: rotated / head_dim}
 
 
+def _expert_entries(metadata: Fields, architecture: str, family: Family) -> dict[str, Any]:
+    """The same for a mixture of experts, whose weights llama.cpp divides by their sum."""
+    entries = {name: metadata.integer(f"{architecture}.{key}", EXPERTS) for name, key in _EXPERT_KEYS.items()}
+    if SHARED_EXPERT in family.defaults:
+        entries[SHARED_EXPERT] = metadata.integer(f"{architecture}.{_SHARED_KEY}", SHARED)
+    return {**entries, EXPERT_NAMES["normalised"]: True}
+
+
 def _sizes(files: GgufFiles, architecture: str, family: Family) -> dict[str, Any]:
     """Fields of `TransformerDims` that families do not fix, each within its own bounds."""
     metadata, kinds = files.metadata, get_type_hints(TransformerDims, include_extras=True)
@@ -158,8 +189,10 @@ def _sizes(files: GgufFiles, architecture: str, family: Family) -> dict[str, Any
     if stated not in (None, vocabulary):
         raise metadata.fault(f"{architecture}.vocab_size", f"is {stated}, but {_EMBEDDING} has {vocabulary} rows")
 
+    names = {**_KEYS, **({"intermediate_size": _EXPERT_WIDTH_KEY} if family.experts else {})}
+
     def read(field: str, default: Any = None) -> Any:
-        key = f"{architecture}.{_KEYS[field]}"
+        key = f"{architecture}.{names[field]}"
         return metadata.value(key, kinds[field], *(() if default is None else (default,)))
 
     heads, hidden = read("num_heads"), read("hidden_size")
@@ -211,9 +244,28 @@ def _scaling_of_divisors(files: GgufFiles, head_dim: int, theta: float) -> dict[
     )
 
 
-def stored_shape(shape: Shape) -> Shape:
-    """How the converter stores a tensor: without axes of 1, which convolutions have."""
-    return tuple(size for size in shape if size > 1) if len(shape) > 2 else shape
+def stored_tensors(files: GgufFiles, shapes: Shapes, dims: TransformerDims) -> dict[str, Shapes]:
+    """By Hugging Face name: GGUF's names of the tensors that one is made of, one below the other, and their shapes
+    there."""
+    pieces = {name: _pieces(files, name, shape, dims) for name, shape in shapes.items()}
+    names = files.names([asked for some in pieces.values() for asked in some], dims.num_layers)
+    return {
+        name: {names[asked]: tuple(size for size in shape if size > 1) or (1,) for asked, shape in some.items()}
+        for name, some in pieces.items()
+    }
+
+
+def _pieces(files: GgufFiles, name: str, shape: Shape, dims: TransformerDims) -> Shapes:
+    """The same by the names that GGUF's are found by. The converter leaves out axes of 1."""
+    if dims.delta and name.endswith("in_proj_qkvz.weight"):
+        rows = {"qkv": dims.delta.channels, "z": shape[0] - dims.delta.channels}
+        return {name.replace("qkvz", part): (count, *shape[1:]) for part, count in rows.items()}
+    if len(shape) == 3 and name.endswith("experts.gate_up_proj"):
+        if any(stored.endswith("ffn_gate_up_exps.weight") for stored in files.tensors):
+            return {f"{name}.weight": shape}
+        half = (shape[0], shape[1] // 2, shape[2])
+        return {f"{name.replace('gate_up', part)}.weight": half for part in ("gate", "up")}
+    return {name if name.endswith((".weight", ".bias", "A_log", "dt_bias")) else f"{name}.weight": shape}
 
 
 def unused_tensors(files: GgufFiles, dims: TransformerDims) -> set[str]:
@@ -223,8 +275,15 @@ def unused_tensors(files: GgufFiles, dims: TransformerDims) -> set[str]:
     return {name for name in files.tensors if (at := _LAYER.match(name)) and int(at[1]) >= dims.num_layers}
 
 
-def read_tensor(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
-    """A float32 copy of the tensor that GGUF calls `name`, its rows in Hugging Face's order, a hybrid's in our form."""
+def read_tensor(files: GgufFiles, stored: Shapes, shape: Shape, dims: TransformerDims) -> NDArray[np.float32]:
+    """A float32 copy of a tensor by what `stored_tensors` says of it, its rows in Hugging Face's order, a hybrid's in
+    our form."""
+    pieces = [_read(files, name, dims) for name in stored]
+    values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-2)
+    return values if len(shape) > 2 else values.reshape(shape)
+
+
+def _read(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
     values, part = files.read(name), name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if files.architecture not in _PAIRED:
         return from_gguf(part, values, dims)

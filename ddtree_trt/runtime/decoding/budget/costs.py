@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
+KINDS = 1024  # of rounds, whose figures in the profile are kept
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
 
@@ -43,6 +45,10 @@ class Costs:
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
         self.rounds = 0  # that were learnt from
         self._singles, self._drafted = 0, 0  # rounds without a draft, and those with one since the last of them
+        # What the profile says does not change, and there are few kinds of rounds.
+        self._profiled_draft_s = lru_cache(KINDS)(self._draft_at)
+        self._profiled_verify_s = lru_cache(KINDS)(self._verify_at)
+        self._profiled_curve = lru_cache(KINDS)(self._curve_at)
 
     @property
     def corrected(self) -> Profile:
@@ -66,9 +72,8 @@ class Costs:
         trees = slots if trees is None or self._padded else trees
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
-            tokens = 1 + (self._tokens - 1) * (trees / slots)
-            ratios = np.interp(2 * np.log2(tokens), *self._ratios("verify", slots))
-            costs = ratios * self._verify_profiled(past, slots, tokens)
+            sizes, seconds = self._profiled_curve(past // STEP, slots, trees)
+            costs = seconds * np.interp(sizes, *self._ratios("verify", slots))
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -78,7 +83,7 @@ class Costs:
             return 0.0
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            self.kept[key] = self._ratios("draft", slots)[1][0] * self._draft_profiled(past, slots)
+            self.kept[key] = self._ratios("draft", slots)[1][0] * self._profiled_draft_s(past // STEP, slots)
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
@@ -95,15 +100,18 @@ class Costs:
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for past, slots, drafting, tokens, draft_s, rest_s in unread:
-            profiled_s = float(self._verify_profiled(past, slots, np.array([tokens]))[0])
+            profiled_s = self._profiled_verify_s(past // STEP, slots, tokens)
             self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s)
             if drafting:
-                self._correct("draft", drafting, 0, draft_s / self._draft_profiled(past, drafting))
+                self._correct("draft", drafting, 0, draft_s / self._profiled_draft_s(past // STEP, drafting))
         self.kept.clear()
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
-        key, mean = (kind, slots.bit_length(), size), float(np.interp(size, *self._ratios(kind, slots)))
-        rounds = self._means[key].rounds + 1 if key in self._means else 1
+        key, rounds = (kind, slots.bit_length(), size), 1
+        if (known := self._means.get(key)) is not None:
+            mean, rounds = known.ratio, known.rounds + 1
+        else:
+            mean = float(np.interp(size, *self._ratios(kind, slots)))
         believed = min(max(ratio, mean / OUTLIER), mean * OUTLIER)
         self._means[key] = Correction(*key, mean + max(SLOWEST, 1 / (1 + rounds)) * (believed - mean), rounds)
 
@@ -117,8 +125,15 @@ class Costs:
         sizes = sorted(near) or [0]
         return sizes, [near[size][1] if near else 1.0 for size in sizes]
 
-    def _draft_profiled(self, past: int, slots: int) -> float:
-        return max(1e-9, float(self._profile.at(past, slots, lambda times: np.array(times.draft_s))))
+    # Of the profile, behind so many steps of context.
 
-    def _verify_profiled(self, past: int, slots: int, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self._profile.at(past, slots, lambda times: times.verify_s(tokens))
+    def _draft_at(self, steps: int, slots: int) -> float:
+        return max(1e-9, float(self._profile.at(steps * STEP, slots, lambda times: np.array(times.draft_s))))
+
+    def _verify_at(self, steps: int, slots: int, tokens: float) -> float:
+        return float(self._profile.at(steps * STEP, slots, lambda times: times.verify_s(np.array(tokens))))
+
+    def _curve_at(self, steps: int, slots: int, trees: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Sizes, as corrections have them, and seconds of `verify_s`, both [1 + max_nodes]."""
+        tokens = 1 + (self._tokens - 1) * (trees / slots)
+        return 2 * np.log2(tokens), self._profile.at(steps * STEP, slots, lambda times: times.verify_s(tokens))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ddtree_trt import _native
 from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import STEP, Costs
-from ddtree_trt.runtime.tree import DraftTree, chain
+from ddtree_trt.runtime.tree import DraftTree, chain_parents
 
 LOSS = 6.0  # single-token passes that a request may lose by drafting since it last gained; the most it is ahead, too
 PROBES, PURSE = 1 / 100, 16.0  # of all single-token passes may be lost by probes; and how many of them are saved up
@@ -26,6 +26,7 @@ PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds af
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
 Floats = NDArray[np.float64]
+_sum = np.add.reduce
 
 
 class Decision(NamedTuple):
@@ -50,28 +51,6 @@ class FixedBudget:
 
     nodes: int
     levels: int | None = None  # of a drafter that drafts level by level; None for as many as nodes
-
-
-class Calibration:
-    """How often walks accept one of the children at each depth d that they come to, over the drafter's mass of them:
-    ratios r_d, shrunk towards r_{d−1}. A node is accepted with probability about q̂ = exp(log_weight) · r_1 ⋯ r_d."""
-
-    def __init__(self, max_depth: int, root: float = 1.0) -> None:
-        """`root`: the ratio above the first."""
-        self._evidence = np.zeros((2, max_depth))  # observed, predicted
-        self._root = root
-
-    def ratios(self) -> Floats:
-        """r_1 … r_max_depth."""
-        return _native.calibrated_ratios(self._evidence, PRIOR, LOWEST, HIGHEST, self._root)
-
-    def accepted(self, tree: DraftTree, deepest: int) -> Floats:
-        """q̂ [n]; 0 below `deepest`."""
-        return _native.acceptances(tree.log_weights, tree.depths, self._evidence, PRIOR, LOWEST, HIGHEST, deepest)
-
-    def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
-        """Learn from a verified tree and the accepted path [m], root first, at the depths the walk tried."""
-        _native.learn(self._evidence, tree.parents, tree.log_weights, path, 1 - 1 / MEMORY)
 
 
 class AutoBudgets:
@@ -103,29 +82,23 @@ class AutoBudget:
         self.loss = 0.0  # single-token passes
         self.waited = 0  # tokens since the last draft
         self._drafts, self._promised, self._kept = 0, 1.0, 1.0  # and the tokens that they were expected to add, and did
-        self._acceptance = Calibration(shared.max_depth)  # of nodes, by their probabilities
-        # Of depths, whatever the probabilities.
-        self._reached = Calibration(shared.max_depth, min(REACHED, float(shared.expected[0])))
-        self._recent, self._weighed = shared.expected.copy(), 1  # over so many drafts and what was expected before them
+        # How often walks accept one of the children at each depth that they come to, [2, D]: observed, and predicted by
+        # the drafter's mass of them. Their ratios r_d are shrunk towards r_{d−1}, and a node is accepted with
+        # probability about q̂ = exp(log_weight) · r_1 ⋯ r_d.
+        self.acceptance = np.zeros((2, shared.max_depth))
+        # The same whatever the mass, and the ratio above the first.
+        self._reached, self._root = np.zeros((2, shared.max_depth)), min(REACHED, float(shared.expected[0]))
+        self.recent, self.weighed = shared.expected.copy(), 1  # over so many drafts and what was expected before them
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
         if self.shared.proposes == "block":
             if deepest == self.shared.max_depth:
-                return self._recent
-            return np.diff(np.minimum(np.cumsum(self._recent), deepest), prepend=0.0)
-        ratios = self._reached.ratios()
+                return self.recent
+            return np.diff(np.minimum(np.cumsum(self.recent), deepest), prepend=0.0)
+        ratios = _native.calibrated_ratios(self._reached, PRIOR, LOWEST, HIGHEST, self._root)
         ratios[deepest:] = 0.0
         return np.cumprod(ratios, dtype=np.float64)
-
-    def weigh(self, tree: DraftTree, deepest: int, probe: bool) -> Floats:
-        """Acceptance probabilities [n] of the nodes of a drafted tree; the output ends above those below `deepest`. Of
-        a probe they are all that is expected from then on."""
-        accepted = self._acceptance.accepted(tree, deepest)
-        if self.shared.proposes == "block":
-            self._weighed = 1 if probe else self._weighed + 1
-            _native.follow(self._recent, self.shared.sizes, accepted, max(RECENT, 1 / self._weighed))
-        return accepted
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
         """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
@@ -143,14 +116,15 @@ class AutoBudget:
                 if lost < 0:  # drafting pays again
                     self.loss = min(self.loss, 0.0)
                 else:
-                    self._recent = shared.expected.copy()
+                    self.recent = shared.expected.copy()
         if ends:
             proven = min(1.0, self._kept / self._promised) * self.expected(shared.max_depth)
             shared.expected += min(self._drafts, 4) * NEWS * (proven - shared.expected)
-        elif decision.drafted and len(tree):
-            self._acceptance.observe(tree, path)
+        elif decision.drafted and tree.token_ids.size:
+            _native.learn(self.acceptance, tree.parents, tree.log_weights, path, 1 - 1 / MEMORY)
             if shared.proposes != "block":
-                self._reached.observe(chain(np.zeros(tree.depths.max())), np.arange(len(path), dtype=np.int32))
+                levels, walked = int(tree.depths.max()), np.arange(len(path), dtype=np.int32)
+                _native.learn(self._reached, chain_parents(1 + levels), np.zeros(levels), walked, 1 - 1 / MEMORY)
 
 
 Budget = FixedBudget | AutoBudget
@@ -200,14 +174,14 @@ class RoundPlan:
             self._autos = {}
             return
         shared.resting, shared.rest = requests, 0
-        self._slots, self._past = len(slots), sum(s.past for s in slots) // len(slots)
+        self._slots, self._past = len(slots), sum([s.past for s in slots]) // len(slots)
         self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
         self._passes = 1  # of the drafter
         self._mixed = any(self._nodes)  # whether fixed budgets draft, too
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
-        self._unseen = [s.unseen for s in slots]
-        self._unseen_s = [shared.costs.context_s * unseen for unseen in self._unseen]
+        self._unseen, context_s = [s.unseen for s in slots], shared.costs.context_s
+        self._unseen_s = [context_s * unseen for unseen in self._unseen]
         self._left_s = [s.left * self._single_s for s in slots]
         self._repays = {i: self._left_s[i] / REPAID - self._unseen_s[i] for i in self._autos}
 
@@ -232,7 +206,7 @@ class RoundPlan:
             rest_s = prices.added_s - self._prices(drafting).added_s
             added = rest_s[prices.least - 1] / (len(able) - drafting)
             self._drafting = [
-                i for i in able if i in self._drafting or added + self._unseen_s[i] < expected[i].sum() * self._single_s
+                i for i in able if i in self._drafting or added + self._unseen_s[i] < _sum(expected[i]) * self._single_s
             ]
         if self._drafting:
             self._plan_drafts(expected)
@@ -257,8 +231,8 @@ class RoundPlan:
     def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
         single = best = self._slots / self._round_s
-        if len(slots) > 1:
-            slots.sort(key=lambda i: -expected[i].sum())
+        sums = {i: _sum(expected[i]) for i in slots}
+        slots.sort(key=sums.__getitem__, reverse=True)
         while slots:
             _, rate = self._best_size([expected[i] for i in slots], self._prices(len(slots)).added_s)
             if rate > best:
@@ -269,12 +243,7 @@ class RoundPlan:
 
     def _best_size(self, gains: Sequence[Floats], added_s: Floats) -> tuple[int, float]:
         """The number of gains, summed over slots, with most tokens per second, and these."""
-        total = gains[0]
-        if len(gains) > 1:
-            total = np.zeros(max(map(len, gains)))
-            for each in gains:
-                total[: len(each)] += each
-        return _native.best_size(total, added_s, float(self._slots), self._round_s)
+        return _native.best_size(gains, added_s, float(self._slots), self._round_s)
 
     def _prices(self, drafting: int) -> _Prices:
         """What drafts for so many slots take."""
@@ -309,8 +278,9 @@ class RoundPlan:
             self._autos[i].levels = size if shared.proposes == "levels" else None
             if shared.proposes == "tokens" or self._ahead:
                 self._nodes[i] = min(size, self._deepest[i]) if shared.proposes == "tokens" else size
-                added_s = float(self._lowest.added_s[place - 1]) / len(drafting)
-                self._decide(i, self._nodes[i], float(expected[i][:place].sum()), added_s)
+                taken_s = self._single_s + float(self._lowest.added_s[place - 1]) / len(drafting)
+                tokens = 1 + float(_sum(expected[i][:place]))
+                self.decisions[i] = Decision(self._nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
             else:
                 most = size * 3 // 2 if shared.proposes == "block" else shared.max_nodes
                 self._nodes[i] = int(shared.costs.filled[min(most, shared.max_nodes)])
@@ -318,39 +288,42 @@ class RoundPlan:
     def choose(self, trees: Sequence[DraftTree | None]) -> list[int]:
         """How many nodes of each slot's tree, in pop order, to verify; None is a slot without a draft."""
         nodes = [0 if tree is None else n for tree, n in zip(trees, self._nodes, strict=True)]
-        drafted = [(i, tree) for i in self._drafting if (tree := trees[i]) is not None]
+        drafted = {i: tree for i in self._drafting if (tree := trees[i]) is not None}
         if not drafted or self._shared.proposes == "tokens":
             return nodes
         count, prices = len(self._drafting), self._prices(len(self._drafting))
         least = int(self._shared.sizes[self._lowest.least])
-        may_lose = self._shared.purse / count if self._probes else LOSS - min(self._autos[i].loss for i, _ in drafted)
+        may_lose = self._shared.purse / count if self._probes else LOSS - min([self._autos[i].loss for i in drafted])
         afforded = prices.nodes_s.searchsorted(may_lose * self._single_s * count, side="right")
         most = max(int(afforded), least)
-        accepted = {i: self._weigh(i, tree)[:most] for i, tree in drafted}
-        size, _ = self._best_size(list(accepted.values()), prices.nodes_s)
+        accepted = [each[:most] for each in self.weigh(drafted)]
+        size, _ = self._best_size(accepted, prices.nodes_s)
         spent_s = (
             float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
         )
-        for i, each in accepted.items():
+        taken_s = self._single_s + spent_s / count
+        for i, each in zip(drafted, accepted, strict=True):
             nodes[i] = min(size, len(each))
-            self._decide(i, nodes[i], float(each[:size].sum()), spent_s / count)
+            tokens = 1 + float(_sum(each[:size]))
+            self.decisions[i] = Decision(nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
         return nodes
 
-    def _decide(self, slot: int, nodes: int, tokens: float, added_s: float) -> None:
-        added_s += self._single_s
-        self.decisions[slot] = Decision(nodes, 1 + tokens, added_s, self._single_s, probe=self._probes)
-
-    def weigh(self, slot: int, drafted: DraftTree) -> None:
-        """Have the slot's request see what was drafted, of a round planned ahead."""
-        if slot in self._autos:
-            self._weigh(slot, drafted)
-
-    def _weigh(self, slot: int, drafted: DraftTree) -> Floats:
-        return self._autos[slot].weigh(drafted, self._deepest[slot], self._probes)
+    def weigh(self, drafted: Mapping[int, DraftTree]) -> list[Floats]:
+        """The acceptance probabilities [n] of the nodes of slots' drafted trees, 0 of those that the output ends above,
+        which the slots' requests expect of their next drafts, too: of a probe nothing else from then on. `choose` asks;
+        of a round planned ahead the caller does, with what was drafted."""
+        drafts = []
+        for i, tree in drafted.items():
+            budget = self._autos[i]
+            budget.weighed = 1 if self._probes else budget.weighed + 1
+            share = max(RECENT, 1 / budget.weighed)
+            drafts.append((tree.log_weights, tree.depths, budget.acceptance, self._deepest[i], budget.recent, share))
+        return _native.weigh(drafts, self._shared.sizes, PRIOR, LOWEST, HIGHEST)
 
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if not self._autos:
             return
-        told = not self._mixed and all(self._unseen[i] <= STEP for i in self._drafting)  # what drafts take as a rule
+        late = [i for i in self._drafting if self._unseen[i] > STEP]
+        told = not (self._mixed or late)  # what drafts take as a rule
         self._shared.costs.learn(self._past, len(self._drafting) * told, nodes, draft_s / self._passes, rest_s)

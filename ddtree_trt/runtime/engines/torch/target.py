@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import TARGET
-from ddtree_trt.device.buffers import tree_sizes
+from ddtree_trt.device.buffers import logit_rows, tree_sizes
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.passes import LazyRows, mask_words, pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place, has_kernels, load_operators
 from ddtree_trt.runtime.engines.torch.delta import States
@@ -30,6 +30,8 @@ from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ class TargetPass:
     """The target's network, cache, buffers and passes, used by the engine and by its rounds on the device.
 
     `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
-    float32 [N·T, V] of the last pass over trees, where V is the shard's part of the vocabulary. `last_logits`: those of
-    each verdict of the last pass, float32 [R, V].
+    float32 [`logit_rows`, V], where V is the shard's part of the vocabulary: what was computed last of the last pass's.
     """
 
     def __init__(
@@ -80,7 +81,11 @@ class TargetPass:
             states = States(dims, slots, limits.snapshot_every, most, dtype, device, kernels=ours)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=kernels, states=states)
         self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard, products)
-        self.logits = torch.empty(rows, self.network.vocabulary.rows, device=device)
+        self.logits = torch.empty(logit_rows(limits), self.network.vocabulary.rows, device=device)
+        # Of passes over trees with more rows the network's output is kept, to compute them again.
+        kept = rows if rows > len(self.logits) else 0
+        self._kept = torch.empty(kept, dims.hidden_size, dtype=dtype, device=device)
+        self._begin(self._kept, 0)
         self._taps = torch.empty(rows, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 3, mask), device)
@@ -88,7 +93,6 @@ class TargetPass:
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
         self._choices = Download(rows, device)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
-        self.last_logits: list[Tensor] = []
 
     @property
     def waits(self) -> int:
@@ -122,13 +126,13 @@ class TargetPass:
 
     def verdict(self, hidden: Tensor) -> Verdict:
         """The results at rows [R, H] of a prompt's output. The host waits for the choices, unless R is 0."""
-        logits = self.network.logits(hidden)
-        self.last_logits = [logits]
-        choices = self.network.vocabulary.argmax(logits).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
-        return Verdict(choices, readable(logits))
+        self._begin(hidden, len(hidden))
+        choices = self._choose(hidden).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
+        return self._judged(choices, 0)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        """One pass over all trees. The host waits for the choices; logits stay on the device until they are read."""
+        """One pass over all trees. The host waits for the choices; logits stay on the device until they are read, and
+        where they are more than `logits` has room for, are computed again by then."""
         longest = max(len(r.tree) for r in requests)
         padding = self.cache.padding([r.slot for r in requests], self.bucket(longest))
         sent = [*requests, *(VerifyRequest(slot, token_chain(np.zeros(1, np.int64))) for slot in padding)]
@@ -137,23 +141,60 @@ class TargetPass:
         rows, on_device = batch * tokens, self._choices.on_device
 
         def work() -> None:
-            logits, tapped = self.run(ids, positions, place)
-            on_device[:rows].copy_(self.network.vocabulary.argmax(logits.flatten(0, 1)))
+            hidden, tapped = self.network.forward(ids, positions, place, MaskMode.TREE)
+            hidden = hidden.flatten(0, 1)
+            on_device[:rows].copy_(self._choose(hidden))
+            if rows > len(self.logits):
+                self._kept[:rows].copy_(hidden)
             if tapped is not None:
                 self._taps[:rows].copy_(tapped.flatten(0, 1))
 
         self._last_passes.clear()  # the tapped states of earlier passes are overwritten
         self.graphs.run(("verify", batch, tokens), work)
+        self._begin(self._kept[:rows], rows)
         choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
         verdicts = []
-        self.last_logits = []
         for n, request in enumerate(requests):
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.network.taps else None
             self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps, start)
-            self.last_logits.append(self.logits[start : start + size])
-            verdicts.append(Verdict(choices[n, :size], readable(self.last_logits[-1])))
+            verdicts.append(self._judged(choices[n, :size], start))
         return verdicts
+
+    def _begin(self, output: Tensor, rows: int) -> None:
+        """Have `read` know the last pass: the network's output [R, H], as far as it is kept, and its R rows."""
+        self._output = output
+        self._held = (rows - 1) // len(self.logits) * len(self.logits)  # the first of those whose logits are held
+        self._verdicts: list[slice] = []  # rows of the verdicts, by their numbers
+
+    def _choose(self, hidden: Tensor) -> Tensor:
+        """The most probable next tokens int64 [R] of rows [R, H], as many at a time as `logits` has room for."""
+        parts, argmax = hidden.split(len(self.logits)), self.network.vocabulary.argmax
+        return torch.cat([argmax(self.network.logits(part, out=self.logits[: len(part)])) for part in parts])
+
+    def _judged(self, choices: NDArray[np.int64], first: int) -> Verdict:
+        """The verdict of rows of the last pass, from its row `first` on."""
+        number, rows = len(self._verdicts), len(choices)
+        self._verdicts.append(slice(first, first + rows))
+
+        def fetch(start: int, stop: int, columns: slice) -> NDArray[np.float32]:
+            found: NDArray[np.float32] = self.read(number, slice(start, stop), columns).cpu().numpy()
+            return found
+
+        return Verdict(choices, LazyRows(rows, self.network.vocabulary.rows, fetch))
+
+    def read(self, number: int, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
+        """A copy of logits of the last pass's verdict of that number, float32 [R, V] or of some rows and columns."""
+        place, most, found = self._verdicts[number], len(self.logits), list[Tensor]()
+        wanted = range(place.start, place.stop)[rows]
+        for first in range(wanted.start // most * most, wanted.stop, most):
+            if first != self._held:
+                part = self._output[first : first + most]
+                self.network.logits(part, out=self.logits[: len(part)])
+                self._held = first
+            held = self.logits[max(wanted.start - first, 0) : wanted.stop - first, columns]
+            found.append(held.clone())
+        return torch.cat(found)
 
     def commit(self, slot: int, path: NDArray[np.int32]) -> tuple[NDArray[np.int64], Tensor | None]:
         """Keep the rows `path` [m] of the slot's last pass. Returns their token ids [m] and, where layers are tapped,
@@ -197,13 +238,3 @@ class TargetPass:
         above = () if self.cache.states is None else (padded.parents,)
         slots, past, ids, positions, mask, *parents = self._control.send(*control, padded.tree_mask, *above)
         return Place(slots, past, mask, *parents), ids, positions
-
-
-def readable(logits: Tensor) -> Rows:
-    """Logits [R, V] for the host: on a CPU an array over the same memory, on a GPU rows that are copied when read."""
-    if logits.device.type == "cpu":
-        array: NDArray[np.float32] = logits.numpy()
-        return array
-    return LazyRows(
-        logits.shape[0], logits.shape[1], lambda start, stop, columns: logits[start:stop, columns].cpu().numpy()
-    )

@@ -111,7 +111,7 @@ def open_part(config: RankConfig, shard: Shard) -> TorchEngine:
 
 def whole_rows(engine: TorchEngine, number: int) -> Tensor:
     """The logits of verdict `number` of the last pass over the whole vocabulary, float32 [R, V] on the device."""
-    return engine.target.network.vocabulary.join(engine.target.last_logits[number])
+    return engine.target.network.vocabulary.join(engine.target.read(number))
 
 
 # A rank other than 0
