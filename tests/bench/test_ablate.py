@@ -64,9 +64,6 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
-# Trees
-
-
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_policies_follow_conditionals(seed: int, nodes: int) -> None:
     """With all candidates EAGLE-2's tree is that of the heap; the chain follows each best child; trees nest."""
@@ -88,9 +85,6 @@ def test_marginals_are_those_before_the_parent_is_known() -> None:
     assert plain is not None and without_conditions(plain) is None
     weights = np.exp(drafted.unary.astype(np.float64))
     np.testing.assert_allclose(np.exp(plain.log_probs), weights / weights.sum(1, keepdims=True), rtol=1e-5)
-
-
-# Replays
 
 
 def known(drafts: list[Any], tokens: tuple[int, ...]) -> list[Text]:
@@ -156,9 +150,6 @@ def test_drafts_are_kept_in_a_file(tiny_engine: Path, tmp_path: Path) -> None:
         (known,) = record(session, [session.codec.encode(prompt.opening)], 12, drafts.TOP_K)
     assert tuple(kept.tokens) == tuple(known.tokens) and len(kept.drafts) == len(known.drafts)
     assert paths_of(kept.tree(3, 20)) == paths_of(known.tree(3, 20))
-
-
-# The whole
 
 
 def test_the_command_answers_every_question(

@@ -125,9 +125,6 @@ def test_the_command_starts_a_server_of_its_own(
             run_load(LoadSettings(**given), "http://127.0.0.1:9")
 
 
-# Figures
-
-
 def run(level: Level, method: str, seconds: float, firsts_ms: list[int]) -> Run:
     """Requests of 5 tokens each, sent 0.1 s apart, with a token every 10 ms after the first; and one that failed."""
     sent = [

@@ -136,9 +136,6 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     assert json.loads((engine / "generation_config.json").read_text())["temperature"] == 0.6
 
 
-# The weight file
-
-
 def test_weight_file(tmp_path: Path) -> None:
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
     empty = np.zeros((0, 4), np.float32)
@@ -167,9 +164,6 @@ def test_weights_in_half_precision(tmp_path: Path) -> None:
         got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path)).astype(np.float32)
         expected = torch.tensor(array).to(getattr(torch, dtype)).float().numpy()
         np.testing.assert_array_equal(got, expected)
-
-
-# The file of the torch backend
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -33,8 +33,6 @@ from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import BuildError, UsageError
 
-# Damaged engines
-
 
 def test_a_damaged_engine_can_be_rebuilt_in_place(cli: Cli, pair: tuple[Path, Path], old: OldEngine) -> None:
     (old.path / "weights.bin").unlink()
@@ -85,9 +83,6 @@ def test_unusable_pair(
     old.assert_untouched()
 
 
-# Wrong calls
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -135,9 +130,6 @@ def test_a_block_longer_than_a_pass(tmp_path: Path) -> None:
     assert compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": 300})).drafting.dims.block_size == 300
 
 
-# The output
-
-
 def no_space(*args: Any, **kwargs: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -175,8 +167,6 @@ def test_an_unexpected_error_is_one_line_too(
     assert status == 1 and "Traceback" in err and err.splitlines()[-1].startswith("error: unexpected")
     old.assert_untouched()
 
-
-# Death at random moments
 
 BUILDER = """
 import os, signal, sys, time
@@ -257,8 +247,6 @@ def test_builds_that_die_at_any_moment(builder: Builder, tmp_path: Path, over: s
     assert builder.build(force=True) == 0
     assert [path.name for path in place.parent.iterdir()] == ["mine"]
 
-
-# Memory
 
 MEASURE = """
 import json, re, sys

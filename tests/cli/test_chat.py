@@ -177,8 +177,6 @@ def test_commands_that_change_the_answers(llm: LLM, converse: Converse) -> None:
     assert "\nanswers      4, of " in out and re.search(r"context +\d+ of 2048 tokens\n", out)
 
 
-# On a terminal
-
 READS = re.escape("\x1b[?2004h")  # the line editor is ready, and knows where pasted text begins and ends
 ENDLESS = ("--method", "ar", "--ignore-eos", "--max-tokens", "1900")
 

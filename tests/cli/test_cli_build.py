@@ -120,7 +120,7 @@ def on_a_terminal(*command: str, cwd: Path | None = None) -> str:
 
 def test_bars_on_a_terminal_only(built_folder: Path) -> None:
     """On a terminal stderr carries progress; stdout is the same lines either way."""
-    build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force > out"
+    build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force --no-profile > out"
     drawn = on_a_terminal("sh", "-c", build, cwd=built_folder)
     first, second = (built_folder / "out").read_text().splitlines()
     assert "write weights" in drawn and "backend onnxruntime: " in drawn
@@ -142,8 +142,6 @@ def test_a_closed_pipe_is_no_error(built_folder: Path) -> None:
     shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=built_folder)
     assert (shown.stdout, shown.stderr) == ("{", "")
 
-
-# What doctor reads
 
 XEON = "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 fma avx512f avx512_vnni avx512_bf16 amx_tile\n\n"
 GRAVITON = "processor\t: 0\nFeatures\t: fp asimd asimddp sve i8mm bf16\n\n"

@@ -124,8 +124,6 @@ def test_json_is_one_line_unless_pretty(cli: Cli, tiny_engine: Path) -> None:
         assert json.loads(line).keys() == json.loads(pretty).keys()
 
 
-# Constraints on the output
-
 SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2}
 
 
@@ -160,8 +158,6 @@ def test_constraints_that_are_refused(text: Any, tmp_path: Path) -> None:
         late = text("--regex", "[0-9]{12}(a{1000}){1000}", *compared)
         assert late.startswith("error: structured: the output could not be matched") and "max_lexer_states" in late
 
-
-# Ctrl-C
 
 # A background process begins with SIGINT ignored, hence the first handler.
 COMMAND = [

@@ -21,8 +21,6 @@ from ddtree_trt.runtime.engines.base import Draft
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import chain
 
-# The table
-
 
 @pytest.mark.parametrize(("kind", "best"), [("dflash", "ddtree"), ("autoregressive", "draft-model")])
 def test_auto_is_the_first_method_the_drafter_is_for(kind: str, best: str) -> None:
@@ -74,9 +72,6 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pairs" in [case.label for case in engine_cases(make_manifest(6, "dflash", 4, Limits()), ("auto",))]
     cases = BenchSettings("engine", methods=("pairs",)).cases("dflash")
     assert [case.label for case in cases] == [*(method.name for method in BASELINES), "pairs"]
-
-
-# Rounds on the device
 
 
 # A value other than the default for every field, and whether the device honours it: always, for greedy requests only

@@ -46,8 +46,6 @@ def test_the_noise(seed: int, position: int) -> None:
     assert _native.gumbel(seed, position, 300) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-# Draws
-
 SIZES = st.sampled_from([1, 2, 7, 1000, 1023, 1024, 1025, 5000])
 
 
@@ -130,9 +128,6 @@ def test_draws_are_in_proportion(temperature: float) -> None:
             lambda place: _native.draw_weights(weights, *place),
         ):
             assert chi_square(Counter((draw(place),) for place in places), expected) > FALSE_ALARM
-
-
-# What a number is for
 
 
 def test_no_two_uses_share_a_number() -> None:

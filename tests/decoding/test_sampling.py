@@ -144,8 +144,6 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     assert p.argmax() == 0
 
 
-# Drawn drafts
-
 PROBS = st.lists(st.floats(0.01, 1), min_size=5, max_size=5)
 HOLES = st.sets(st.integers(0, 4), max_size=4)
 
@@ -261,9 +259,6 @@ def test_logits_that_are_not_finite_are_refused(bad: float) -> None:
             tested.pick(0, broken[None])
     with pytest.raises(EngineError, match="drafter's log-probabilities are not finite"):
         sampler(temperature=1).draft(broken[:2], np.array([1, 2], np.int32), 0)
-
-
-# Log-probabilities
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=12), st.data())

@@ -95,9 +95,6 @@ def failing(engine: ScriptedEngine, verb: str) -> None:
     engine.fail = fail
 
 
-# Together
-
-
 def test_chunks_of_prompts_are_in_the_pass_of_a_round_and_half_of_it_is_for_short_ones() -> None:
     engine = make()
     engine.mixes = True
@@ -165,9 +162,6 @@ def test_seeds_repeat_and_unseeded_requests_are_independent() -> None:
     assert len({tuple(tokens) for tokens in unseeded}) == 10
 
 
-# Log-probabilities
-
-
 @pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "dflash-sample"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_the_targets_own(method: str, temperature: float) -> None:
@@ -199,9 +193,6 @@ def test_logprobs_are_the_targets_own(method: str, temperature: float) -> None:
         assert [p for _, p in entry.top] == pytest.approx(row[best].tolist(), abs=1e-6)
     output = c.output_so_far()
     assert output.cumulative_logprob == pytest.approx(sum(e.logprob for e in c.logprobs))
-
-
-# Figures
 
 
 def test_only_profiling_waits_for_the_engine() -> None:
@@ -435,9 +426,6 @@ def test_who_runs_at_a_reset_goes_on_and_leaves_nothing(steps: int) -> None:
     assert running.output == waiting.output == alone.output
     found = [c.metrics.cached_tokens for c in (running, waiting, ask(scheduler, asked))]
     assert found == ([0, 11, 11] if steps == 0 else [11, 0, 11])
-
-
-# Chunked prefill
 
 
 def test_a_long_prompt_delays_the_others_by_one_chunk_per_round() -> None:

@@ -134,9 +134,6 @@ def test_slots_of_native_attention_begin_where_tensorrt_takes_them(
     assert not any(aligned(dataclasses.replace(limits, prefill_chunk=chunk)) for chunk in rows)
 
 
-# --dry-run
-
-
 def run(*args: object) -> subprocess.CompletedProcess[str]:
     result = CliRunner().invoke(app, [str(a) for a in args])
     return subprocess.CompletedProcess([str(a) for a in args], result.exit_code, result.stdout, result.stderr)

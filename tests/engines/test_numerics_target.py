@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, make_pair
 from engine_builds import PACKAGED, build_engine, build_torch_engine
 from fake_trt_engine import FORMS, build_trt_engine
-from numerics import Follower, Truth, path_to, random_tree
+from numerics import Follower, path_to, random_tree, truths
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device.buffers import tree_sizes
@@ -63,13 +64,26 @@ SOME = {
 MATRIX = [(name, build) for name in ("tiny", *SHAPES) for build in BUILDS if name in SOME.get(build, (name,))]
 
 
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """The packaged pair, and random checkpoints of every kind of shape."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Path]:
+        path = tmp_path_factory.mktemp(name)
+        packaged = PACKAGED / "target", PACKAGED / "drafter"
+        return packaged if name == "tiny" else make_pair(path, max_positions=2 * CHUNK, **SHAPES[name])
+
+    return make
+
+
 @pytest.fixture(scope="module", params=MATRIX, ids="-".join)
-def followers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Follower]]:
-    """Both slots of an engine, for the packaged pair and for random checkpoints of every kind of shape."""
-    (name, build), path = request.param, tmp_path_factory.mktemp("target")
-    target, drafter = PACKAGED / "target", PACKAGED / "drafter"
-    if name != "tiny":
-        target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[name])
+def followers(
+    request: pytest.FixtureRequest, targets: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Follower]]:
+    """Both slots of an engine."""
+    (name, build), path = request.param, tmp_path_factory.mktemp("engine")
+    target, drafter = targets(name)
     with ExitStack() as opened:
         if build == "two ranks":
             build_torch_engine(target, drafter, path / "engine", max_batch=2).close()
@@ -78,7 +92,7 @@ def followers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             engine = BUILDS[build](target, drafter, path / "engine", max_batch=2)
         if build == "torch, padded":  # to the sizes of a GPU
             engine.target.buckets = tree_sizes(engine.limits.max_tokens_per_pass)
-        truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
+        truth = truths(target, engine.manifest.drafting.dims.tap_layers)
         yield [Follower(engine, slot, truth) for slot in range(2)]
 
 

@@ -169,9 +169,6 @@ def test_a_longer_context_adds_for_every_slot_what_it_adds_for_one() -> None:
     assert profile.at(264, 3, lambda times: times.verify_s(np.array([1, 5, 9]))) == pytest.approx(3 * one)
 
 
-# Troubles with the file
-
-
 @pytest.fixture
 def engine(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[object]]]:
     """A copy of the engine, and how often it was measured; measuring takes no time."""

@@ -270,12 +270,7 @@ def test_other_instruction_sets(isa: str) -> None:
         pytest.skip("this run has one instruction set")
     names = ("test_trees_of_several_slots", "test_blocks_behind_contexts")
     tests = [f"{__file__}::{name}[{seed}]" for name in names for seed in (0, 3, 6)]
-    tests.append(str(Path(__file__).with_name("test_cpu_delta.py")))
-    products = Path(__file__).parents[1] / "engines" / "test_int8.py"
-    tests += [
-        f"{products}::test_a_{name}" for name in ("product_is_the_integers_one", "row_does_not_depend_on_the_others")
-    ]
-    tests += [f"{products}::test_{name}" for name in ("sums_do_not_overflow", "rows_of_swiglu_keep_their_small_values")]
+    tests += [str(Path(__file__).with_name(f"test_cpu_{name}.py")) for name in ("delta", "products")]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env={**os.environ, "DDTREE_CPU_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -157,9 +157,6 @@ def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, c
     assert code == 2 and error.startswith("error: tool_parser must be one of auto, none, hermes, ")
 
 
-# Files of requests
-
-
 def written(folder: Path, *lines: object) -> Path:
     path = folder / "requests.jsonl"
     path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines), encoding="utf-8")

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_builds import CHATS
 from pacing import WAIT_S, Passes, complete, until
 
-import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull, iterate_parts
 from ddtree_trt.runtime.request_maker import Request
 
-PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
-LINES = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
-PROMPTS = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in LINES][:12]
+PROMPTS = CHATS[:12]
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True, method="ar")
 
 

@@ -304,13 +304,9 @@ def test_served(engine: Path) -> None:
         for given, ids in CASES:
             answer = server.chat("t5", max_tokens=4, chat_template_kwargs=given)
             assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len(ids)
-        assert "enable_thinking" in server.chat("t5", chat_template_kwargs={"thinking": 1}).text
-        for given, message in WRONG:
-            error = server.chat("t5", chat_template_kwargs=given).json()["error"]
-            assert error["message"].startswith(message) and error["param"] == "chat_template_kwargs"
-            assert error["code"] == "invalid_value"
-        answer = server.chat("t5", chat_template_kwargs=["enable_thinking"])
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
+        for wrong, message in (WRONG[0], (["enable_thinking"], "")):
+            error = server.chat("t5", chat_template_kwargs=wrong).json()["error"]
+            assert error["param"] == "chat_template_kwargs" and error["message"].startswith(message)
         body = {"prompt": "t5", "chat_template_kwargs": {"enable_thinking": True}}
         error = server.http.post("/v1/completions", json=body).json()["error"]
         assert error["code"] == "unknown_parameter" and error["param"] == "chat_template_kwargs"

@@ -40,9 +40,6 @@ def make_core(engine: ScriptedEngine) -> EngineCore:
     return EngineCore(engine, Codec(), make_budgets(make_profile(), 64, 3))  # type: ignore[arg-type]
 
 
-# Putting together
-
-
 def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine, measured = make_engine(), []
 
@@ -57,9 +54,6 @@ def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(UsageError, match="device_rounds is on, but the onnxruntime backend"):
         assemble_core(tmp_path, engine, EngineOptions(device_rounds="on"))
     assert len(measured) == 1, "what is refused anyhow is not measured for"
-
-
-# Running
 
 
 def test_a_request_cancelled_before_it_is_added_never_runs() -> None:

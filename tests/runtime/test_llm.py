@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import subprocess
 import sys
@@ -12,24 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_builds import CHATS
 
 import ddtree_trt
 from ddtree_trt.errors import EngineError, UsageError, install_with
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
-PROMPTS = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 
-
-@pytest.fixture(scope="module")
-def chats() -> list[Any]:
-    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    return [[{"role": "user", "content": row["prompt"]}] for row in rows]
-
-
-def test_metrics_say_why_automatic_budgets_drafted(llm: LLM, chats: list[Any]) -> None:
+def test_metrics_say_why_automatic_budgets_drafted(llm: LLM) -> None:
     made, fixed = (
-        llm.generate(chats[0], SamplingParams(max_tokens=40, tree_budget=budget))[0].metrics for budget in ("auto", 4)
+        llm.generate(CHATS[0], SamplingParams(max_tokens=40, tree_budget=budget))[0].metrics for budget in ("auto", 4)
     )
     why = made.automatic
     assert 0 < why.drafted <= why.rounds == made.rounds
@@ -39,14 +31,14 @@ def test_metrics_say_why_automatic_budgets_drafted(llm: LLM, chats: list[Any]) -
     assert fixed.automatic.rounds == 0 and fixed.automatic.expected_gain is None
 
 
-def test_streams_side_by_side_say_what_generate_says(llm: LLM, chats: list[Any]) -> None:
+def test_streams_side_by_side_say_what_generate_says(llm: LLM) -> None:
     params = [
         SamplingParams(max_tokens=30),
         SamplingParams(max_tokens=50, method="dflash"),
         SamplingParams(max_tokens=9),
     ]
-    expected = llm.generate(chats[:3], params)
-    streams = [llm.stream(prompt, each) for prompt, each in zip(chats[:3], params, strict=True)]
+    expected = llm.generate(CHATS[:3], params)
+    streams = [llm.stream(prompt, each) for prompt, each in zip(CHATS[:3], params, strict=True)]
     parts: list[list[Any]] = [[], [], []]
     for row in zip_longest(*streams):
         for place, part in enumerate(row):
@@ -84,8 +76,8 @@ def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Pat
     assert reused > count / 2
 
 
-def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[Any], monkeypatch: Any) -> None:
-    streams = [llm.stream(chats[i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(2)]
+def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, monkeypatch: Any) -> None:
+    streams = [llm.stream(CHATS[i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(2)]
     for stream in streams:
         next(stream)
 
@@ -99,7 +91,7 @@ def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[
     with pytest.raises(EngineError, match="went away"):
         next(streams[1])
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
-    assert llm.generate(chats[0], SamplingParams(max_tokens=5))[0].finished
+    assert llm.generate(CHATS[0], SamplingParams(max_tokens=5))[0].finished
 
 
 def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
@@ -160,15 +152,12 @@ def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
         assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (size, "length")
 
 
-# Names of vLLM's
-
-
-def test_a_chat_is_generate_of_messages(llm: LLM, chats: list[Any]) -> None:
+def test_a_chat_is_generate_of_messages(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12)
-    expected = [o.outputs[0].token_ids for o in llm.generate(chats[:2], params)]
-    assert [o.outputs[0].token_ids for o in llm.chat(chats[:2], params)] == expected
-    assert [o.outputs[0].token_ids for o in llm.chat(chats[0], params)] == expected[:1]
-    for wrong in ("hi", [1, 2], ["hi"], [[1, 2]], [chats[0], "hi"], [5.0], 5):
+    expected = [o.outputs[0].token_ids for o in llm.generate(CHATS[:2], params)]
+    assert [o.outputs[0].token_ids for o in llm.chat(CHATS[:2], params)] == expected
+    assert [o.outputs[0].token_ids for o in llm.chat(CHATS[0], params)] == expected[:1]
+    for wrong in ("hi", [1, 2], ["hi"], [[1, 2]], [CHATS[0], "hi"], [5.0], 5):
         with pytest.raises(UsageError, match="messages"):
             llm.chat(wrong, params)  # type: ignore[arg-type]
     assert llm.get_tokenizer() is llm.tokenizer

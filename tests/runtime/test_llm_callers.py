@@ -44,9 +44,6 @@ def on_thread(name: str, work: Callable[[], Any]) -> Any:
     return result[0]
 
 
-# Parts are snapshots
-
-
 def test_what_was_handed_out_does_not_change(llm: LLM) -> None:
     parts, seen = [], []
     for part in llm.stream(PROMPT, LONG):
@@ -57,9 +54,6 @@ def test_what_was_handed_out_does_not_change(llm: LLM) -> None:
     for earlier, later in itertools.pairwise(parts):
         assert earlier.metrics.rounds < later.metrics.rounds
         assert earlier.metrics.output_tokens == earlier.usage.completion_tokens <= later.usage.completion_tokens
-
-
-# Threads
 
 
 def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
@@ -137,9 +131,6 @@ def test_a_stream_dropped_within_a_call_frees_its_slot_after_it(llm: LLM) -> Non
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
-# Closed, and forked
-
-
 def test_a_closed_llm_says_so(tiny_engine: Path) -> None:
     llm = LLM(tiny_engine)
     stream = llm.stream(PROMPT, LONG)
@@ -208,9 +199,6 @@ def test_a_forked_process_cannot_wait_for_the_parents_worker(tiny_engine: Path) 
         llm.shutdown()
 
 
-# Interrupts and cancellations
-
-
 @pytest.mark.parametrize("at", [0, 3])
 def test_an_interrupt_in_the_first_pass_leaves_the_engine_usable(
     tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, at: int
@@ -259,9 +247,6 @@ def test_interrupts_at_any_moment(llm: LLM, count: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupted > count / 2
-
-
-# Callbacks
 
 
 @pytest.mark.parametrize("error", [ValueError("scripted"), SystemExit(1)])

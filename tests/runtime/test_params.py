@@ -126,8 +126,6 @@ def test_params_do_not_change() -> None:
         params.n = 2  # type: ignore[misc]
 
 
-# Every way in
-
 BODIES: dict[Any, type[ChatRequest] | type[CompletionRequest]] = {"chat": ChatRequest, "completions": CompletionRequest}
 BODY: dict[Any, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "x"}], "logprobs": True},

@@ -120,21 +120,8 @@ def test_the_example_of_tools_is_as_shown(tiny_engine: Path, capsys: pytest.Capt
 
 NASTY: tuple[Any, ...] = (
     *(-1, 2**31, 2**64, 10**400, 1e-320, 1e308, float("nan"), -float("inf"), True, None),
-    *(
-        "",
-        "5",
-        "9" * 5000,
-        "auto",
-        "\ud800",
-        [],
-        [[]],
-        [None],
-        [10**400],
-        ["\ud800"],
-        {},
-        {"5": float("nan")},
-        {"x": 1},
-    ),
+    *("", "5", "9" * 5000, "auto", "\ud800"),
+    *([], [[]], [None], [10**400], ["\ud800"], {}, {"5": float("nan")}, {"x": 1}),
 )
 FIELDS = sorted(field.name for field in dataclasses.fields(SamplingParams))
 

@@ -119,8 +119,8 @@ def attack(url: str, send: Send, seeds: range, report: Report) -> None:
 @pytest.mark.parametrize(
     ("send", "count", "warm", "fewest", "growth"),
     [
-        (send_request, 500, 0, {200: 20, 400: 100, "left": 10}, None),
-        (send_constraint, 200, 0, {200: 40, 400: 40}, None),
+        (send_request, 400, 0, {200: 15, 400: 80, "left": 8}, None),
+        (send_constraint, 150, 0, {200: 30, 400: 30}, None),
         # Warm: what is allocated once, caches, kernels and the allocator's arenas, is allocated before.
         pytest.param(send_request, 20_000, 2000, {}, 50 << 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
         pytest.param(send_constraint, 5000, 1000, {}, 100 << 20, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),

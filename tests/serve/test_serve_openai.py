@@ -11,15 +11,14 @@ from typing import Any, Literal
 import jsonschema
 import openai
 import pytest
+from engine_builds import ROWS
 from pacing import wait_for
 from pydantic import BaseModel, Field
 from serving import ThreadServer, events_of
 
-import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
 
-PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
-QUESTIONS = [json.loads(line)["prompt"] for line in PROMPTS_FILE.read_text(encoding="utf-8").splitlines()][:6]
+QUESTIONS = [row["prompt"] for row in ROWS][:6]
 UNICODE = "héllo 🙂 你好 "
 
 

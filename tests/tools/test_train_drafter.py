@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import eagle_truth
+import dflash_truth
 import numpy as np
 import pytest
 import torch
@@ -95,18 +95,12 @@ def make_drafter(target: Target, settings: DrafterSettings) -> Any:
     return fresh(config, target.model.state_dict(), LAYERS, 0)
 
 
-# Prompts.
-
-
 def test_held_out_kinds_are_never_trained_on() -> None:
     held_out = held_out_prompts(1, 400)
     assert not set(HELD_OUT) & set(TRAINING)
     assert {kind for kind, _ in held_out[:10]} == set(HELD_OUT)
     assert not {p for _, p in held_out} & {p for part in range(20) for _, p in training_prompts(1, part, 500)}
     assert not [p for _, p in held_out if is_usable(p)], "a prompt of its own of this kind would be trained on"
-
-
-# The target's answers.
 
 
 @pytest.mark.parametrize("source", ["folder", "llama"])
@@ -126,9 +120,6 @@ def test_a_batch_answers_as_the_target_alone(source: str, request: pytest.Fixtur
         greedy.append(Answer(ids, ((len(prompt), len(ids)),), 0.0))
     assert found[:7] == greedy[:7]
     assert found[7].ids != greedy[7].ids and found[7].temperature == 9.0
-
-
-# Blocks and loss.
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -179,7 +170,7 @@ def test_every_unrolled_step_of_eagle3_is_the_layer_on_its_own_features(folder: 
     save(model, model.cfg, tmp_path)
     dims: Any = load_checkpoint(tmp_path).dims
     weights = {name.replace("midlayer.", "layers.0."): value.numpy() for name, value in model.state_dict().items()}
-    truth = eagle_truth.Eagle3(dims, weights, target.embedding.numpy(), target.head.numpy())
+    truth = dflash_truth.Eagle3(dims, weights, target.embedding.numpy(), target.head.numpy())
     for n, a in itertools.product(range(2), range(2)):
         anchor, tokens = int(blocks.anchor[n, a]), texts.tokens[n].tolist()
         states = texts.taps[n, :anchor] @ model.fc.weight.T
@@ -198,8 +189,6 @@ def test_rounds_of_a_stored_answer() -> None:
         assert rounds(found, answer, budget, 3) == [3, 2, 1]
         assert rounds(found, answer[:2], budget, 3) == [1]
 
-
-# The loop.
 
 KINDS = {
     "dflash": DRAFTER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -20,8 +22,17 @@ def published(name: str) -> dict[str, Any]:
     return config
 
 
+# Each has a configuration, and under `read` fields of the record, or under `refused` the message.
+DRAFTERS = {
+    path.stem: json.loads(path.read_text())
+    for folder in ("drafters", "eagle")
+    for path in sorted((FIXTURES / folder).glob("*.json"))
+}
 QWEN3_8B = published("qwen3-8b")
-DFLASH: dict[str, Any] = json.loads((FIXTURES / "drafters" / "zlab-qwen3-4b-dflash.json").read_text())["config"]
+DFLASH: dict[str, Any] = DRAFTERS["zlab-qwen3-4b-dflash"]["config"]
+# Fields that are absent from a record of the first published checkpoints, which have their defaults.
+FEATURES = """windows causal anchor_first draft_vocab_size own_embedding own_head markov_rank selector convolution
+logit_scale logit_cap""".split()
 
 
 def read(path: Path, config: dict[str, Any]) -> ModelConfig:
@@ -58,6 +69,28 @@ def test_published_targets(
     assert (dims.rope_scaling and dims.rope_scaling.rope_type) == scaling
     assert (dims.qk_norm, dims.qkv_bias) == (kind == "qwen3", kind == "qwen2")
     assert found.tied == config["tie_word_embeddings"] and found.stop_token_ids
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_published_drafter_is_read_or_refused_by_name(tmp_path: Path, name: str) -> None:
+    config, expected = DRAFTERS[name]["config"], DRAFTERS[name].get("read")
+    if expected is None:
+        assert DRAFTERS[name]["refused"] in refusal(tmp_path, config)
+        return
+    dims: Any = read(tmp_path, config).dims
+    found = json.dumps({field: getattr(dims, field) for field in expected}, default=dataclasses.asdict)
+    assert json.loads(found) == expected
+    assert not isinstance(dims, DFlashDims) or set(dims.features()) == expected.keys() & {*FEATURES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "gated"), [("vanilla", 256, False), ("gated", 256, True), ("gated", 0, False)]
+)
+def test_the_kind_of_a_markov_head(tmp_path: Path, kind: str, rank: int, gated: bool) -> None:
+    """Plain or gated, and a rank of 0 is no head."""
+    config = DRAFTERS["deepspec-dspark-qwen3-4b"]["config"]
+    dims: Any = read(tmp_path, {**config, "markov_head_type": kind, "markov_rank": rank}).dims
+    assert (dims.markov_rank, dims.markov_gated) == (rank, gated)
 
 
 def test_a_value_that_changes_nothing_is_accepted(tmp_path: Path) -> None:

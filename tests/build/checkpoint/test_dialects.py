@@ -166,9 +166,6 @@ def test_an_unknown_field_is_refused_by_name_in_every_object(tmp_path: Path, nam
         assert f"{place} is 1, which is not implemented" in refusal(tmp_path)
 
 
-# Values in two places
-
-
 @pytest.mark.parametrize("name", ["zlab", "jetspec", "specforge"])
 @pytest.mark.parametrize(
     ("field", "other"), [("block_size", 8), ("mask_token_id", 5), ("target_layer_ids", [1]), ("num_target_layers", 9)]
@@ -319,9 +316,6 @@ def test_values_that_cannot_be(
     tmp_path: Path, name: str, changes: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     assert message in refusal(make_dialect(tmp_path, name, changes, sections))
-
-
-# Tables
 
 
 def test_offsets_that_are_no_vocabulary(tmp_path: Path) -> None:

@@ -90,9 +90,6 @@ def test_gpus_that_are_named(cli: Cli, pair: list[object], tmp_path: Path) -> No
     assert words in rebuild_command(engine, manifest)
 
 
-# The GPUs an engine is for
-
-
 def kinds(*names: str) -> str:
     build = rtx.RtxBuild(BuilderOptions(gpus=names))
     checkpoint: Any = type("Plain", (), {"quantization": None})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_builds import CHATS, PACKAGED
+from engine_builds import PACKAGED
 from sharing import build_once
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -37,8 +37,3 @@ def built(no_measuring: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
         return build_once(tmp_path_factory, f"{kind}-{backend}-{precision}", build)
 
     return engine
-
-
-@pytest.fixture(scope="session")
-def prompts() -> list[Any]:
-    return CHATS

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from drafts import LIES, with_lies
+from engine_builds import CHATS
 from matrix import CONSTRAINED, END, FORMS, METHODS, PENALTIES, PROMPT, QUALITIES, V, allowed, engine, text
 from scripted import completion, finish, generate
 from scripted_models import MarkovTarget
@@ -266,6 +268,7 @@ CASES = [
     ("dspark", "dflash-sample"),
     ("autoregressive", "draft-model"),
 ]
+BEST: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
 
 
 class Rows:
@@ -282,24 +285,38 @@ class Rows:
         return row
 
 
+@dataclass
+class Opened:
+    """An engine, and the prompt that leaves its target least sure of the next token."""
+
+    llm: LLM
+    method: str
+    prompt: list[int]
+    expected: dict[tuple[int, ...], float]  # of three tokens behind it, out of the three best at each step
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[Opened]:
+    kind, method = request.param
+    with LLM(built(kind, "onnxruntime", "fp32"), threads=1) as llm:
+        rows = Rows(llm.engine)
+        encoded = [llm.codec.encode(prompt) for prompt in CHATS[::5]]
+        prompt = min(encoded, key=lambda ids: float(np.diff(np.sort(rows.row(ids))[-3:]).sum()))
+        expected = joint(rows, SamplingParams(**BEST), prompt, 3)
+        assert len(expected) == 27
+        yield Opened(llm, method, prompt, expected)
+
+
 @pytest.mark.parametrize("count", [400, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("lies", LIES)
-@pytest.mark.parametrize(("kind", "method"), CASES)
 def test_engines_draw_from_the_targets_distribution(
-    built: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, kind: str, method: str, lies: str, count: int
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, lies: str, count: int
 ) -> None:
-    """First tokens behind the prompt that leaves the target least sure, out of the three best at each step."""
-    with LLM(built(kind, "onnxruntime", "fp32"), threads=1) as llm:
-        rows, draft = Rows(llm.engine), llm.engine.draft
-        vocab = llm.engine.manifest.target_dims.vocab_size
-        monkeypatch.setattr(llm.engine, "draft", lambda asked: [with_lies(d, lies, vocab) for d in draft(asked)])
-        encoded = [llm.codec.encode(prompt) for prompt in prompts[::5]]
-        prompt = min(encoded, key=lambda ids: float(np.diff(np.sort(rows.row(ids))[-3:]).sum()))
-        params: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
-        expected = joint(rows, SamplingParams(**params), prompt, 3)
-        assert len(expected) == 27
-        found = drawn(llm.engine, prompt, count, 4, method=method, tree_budget=3, **params)
-        assert chi_square(found, expected) > FALSE_ALARM
+    engine = opened.llm.engine
+    draft, vocab = engine.draft, engine.manifest.target_dims.vocab_size
+    monkeypatch.setattr(engine, "draft", lambda asked: [with_lies(d, lies, vocab) for d in draft(asked)])
+    found = drawn(engine, opened.prompt, count, 4, method=opened.method, tree_budget=3, **BEST)
+    assert chi_square(found, opened.expected) > FALSE_ALARM
 
 
 # The tests find what is wrong

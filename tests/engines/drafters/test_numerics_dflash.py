@@ -13,7 +13,7 @@ from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_t
 from dflash_truth import DFlash
 from engine_builds import PACKAGED, build_engine, build_torch_engine
 from fake_trt_engine import FORMS, build_trt_engine
-from numerics import Measured, Truth, assert_close, path_to, random_tree
+from numerics import Measured, assert_close, path_to, random_tree, truths
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.dflash.dims import DFlashDims
@@ -94,8 +94,8 @@ class Pair:
 
     def __init__(self, engine: Measured, target: Path, drafter: Path, dims: DFlashDims) -> None:
         assert engine.manifest.drafting.dims == dims
-        self.engine, self.dims, self.truth = engine, dims, Truth(target, dims.tap_layers)
-        self.dflash = DFlash(drafter, dims, self.truth)
+        self.engine, self.dims, self.truth = engine, dims, truths(target, dims.tap_layers)
+        self.target, self.dflash = target, DFlash(drafter, dims, self.truth)
         self.rng = np.random.default_rng(11)
         self.tokens: dict[int, list[int]] = {0: [], 1: []}
 
@@ -169,17 +169,23 @@ class Pair:
                 assert_close(scores, expected, f"position {position} after {parent}")
 
 
+def target_of(path: Path, tied: bool) -> Path:
+    """One for all drafters of a process."""
+    made = path.parent / f"target-{tied}"
+    return made if made.exists() else make_target(made, tied=tied, max_positions=4 * CHUNK)
+
+
 def shaped(path: Path, build: Build, name: str) -> Pair:
     target, drafter = PACKAGED / "target", PACKAGED / "drafter"
     if name != "tiny":
-        target = make_target(path / "target", tied=name != "block-8", max_positions=4 * CHUNK)
+        target = target_of(path, name != "block-8")
         drafter = make_drafter(path / "drafter", max_positions=4 * CHUNK, **SHAPES[name])
     engine = build(target, drafter, path / "engine", max_batch=2)
     return Pair(engine, target, drafter, engine.manifest.drafting.dims)
 
 
 def varied(path: Path, build: Build, fields: dict[str, Any], *, tied: bool = True) -> Pair:
-    target = make_target(path / "target", tied=tied, max_positions=4 * CHUNK)
+    target = target_of(path, tied)
     dims = make_variant(path / "drafter", max_positions=4 * CHUNK, **fields)
     with reading_variant(path / "drafter", dims):
         engine = build(target, path / "drafter", path / "engine", max_batch=2)
@@ -243,7 +249,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     one = MADE[name](path, build_torch_engine)
     one.engine.close()
     with request.getfixturevalue("ranks").open(path / "engine") as engine:
-        yield Pair(engine, path / "target", path / "drafter", one.dims)
+        yield Pair(engine, one.target, path / "drafter", one.dims)
 
 
 def test_two_drafts_without_new_states(pair: Pair) -> None:

@@ -157,9 +157,6 @@ def test_another_thread_may_take_over(engine: TrtEngine) -> None:
         other.submit(engine.close).result()
 
 
-# What fails
-
-
 def test_logits_and_states_of_an_earlier_pass_are_gone(engine: TrtEngine) -> None:
     said = engine.prefill(0, np.array([5, 6, 7]), rows="last", taps=True)
     engine.prefill(1, np.array([5, 6, 7]), rows="none", taps=True)

@@ -12,6 +12,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from engine_builds import CHATS
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from languages import Compiler, texts_of
 from random_schemas import random_schema
 
@@ -263,3 +266,25 @@ def test_random_tokens_make_valid_json_of_600_schemas(llm: LLM) -> None:
         validate(text, schema)
         kinds.add(type(json.loads(text)).__name__)
     assert kinds == {"dict", "list", "str", "int", "float", "bool", "NoneType"}
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_methods_say_under_random_schemas_what_ar_says(llm: LLM, count: int) -> None:
+    """At temperature 0, token for token, also where the limit cuts the text."""
+    methods = st.sampled_from([("ddtree", 4), ("ddtree", 64), ("dflash", "auto"), ("dflash", 3)])
+
+    @settings(max_examples=count)
+    @given(rng=st.randoms(use_true_random=False), drafted=methods, chat=st.sampled_from(CHATS))
+    def check(rng: random.Random, drafted: tuple[str, Any], chat: Any) -> None:
+        schema = random_schema(rng)
+        assume([*satisfiable(iter([schema]), llm)])
+        common: dict[str, Any] = {"max_tokens": 80, "structured": StructuredOutput(json_schema=schema)}
+        (method, budget), plain = drafted, SamplingParams(method="ar", **common)
+        (expected,) = llm.generate([chat], plain)[0].outputs
+        (found,) = llm.generate([chat], SamplingParams(method=method, tree_budget=budget, **common))[0].outputs
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert found.finish_reason == expected.finish_reason
+        if expected.finish_reason == "stop":
+            validate(found.text, schema)
+
+    check()
