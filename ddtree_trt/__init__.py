@@ -37,12 +37,18 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"ddtree_trt.runtime.{_MODULES[name]}"), name)
     if name != "_native":
         raise AttributeError(f"module 'ddtree_trt' has no attribute {name!r}")
-    try:
-        return import_module("ddtree_trt._native")
-    except ModuleNotFoundError:  # a checkout that was not installed, or whose installation is a copy elsewhere
-        from ddtree_trt.errors import MissingDependency, install_with
+    from hashlib import sha256
+    from pathlib import Path
 
+    from ddtree_trt.errors import MissingDependency, install_with
+
+    try:
+        native = import_module("ddtree_trt._native")
+    except ModuleNotFoundError:  # a checkout that was not installed, or whose installation is a copy elsewhere
         raise MissingDependency(f"{__path__[0]} has no native module (_native); {install_with()}") from None
+    if getattr(native, "STUB", "") != sha256(Path(__file__).with_name("_native.pyi").read_bytes()).hexdigest():
+        raise MissingDependency(f"{native.__file__} was built for another state of this package; {install_with()}")
+    return native
 
 
 def __dir__() -> list[str]:

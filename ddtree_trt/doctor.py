@@ -4,7 +4,6 @@ the report on an engine directory. Imports nothing that is slow to load."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ddtree_trt
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
@@ -25,7 +25,7 @@ from ddtree_trt.device.cpu import Cpu, read_cpu
 from ddtree_trt.device.gpus import Gpu, available_bytes
 from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, Survey, survey_machine
-from ddtree_trt.errors import ArtifactError, DDTreeError, install_with
+from ddtree_trt.errors import ArtifactError, DDTreeError, MissingDependency, install_with
 from ddtree_trt.plugins import ABI, library
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
@@ -107,9 +107,12 @@ def _checks(survey: Survey) -> Iterator[Check]:
         versions = survey.versions.get(module, {})
         return Check(name, bool(versions), _listing(versions) or "not installed", use, install)
 
-    spec = importlib.util.find_spec("ddtree_trt._native")
+    try:
+        native, problem = str(getattr(ddtree_trt, "_native").__file__), ""  # noqa: B009
+    except MissingDependency as error:
+        native, problem = "", str(error)
     use, install = "running any engine: trees and cache compaction in C++", f"{install_with()} (needs a C++17 compiler)"
-    yield Check("native module", spec is not None, str(spec.origin) if spec else "not built", use, install)
+    yield Check("native module", not problem, native or problem, use, install)
     versions, name = installed_versions(*_ONNXRUNTIMES), ONNXRUNTIME.name
     use = f"the {name} backend: engines on the CPU"
     yield Check(name, bool(versions), _listing(versions) or "not installed", use, f"pip install {name}")

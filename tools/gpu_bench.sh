@@ -25,7 +25,8 @@ build_native() { # the host's C++, for an interpreter that this package is not i
   nanobind=$("$python" -c "import os, nanobind; print(os.path.dirname(nanobind.__file__))")
   headers=$("$python" -c "import sysconfig; print(sysconfig.get_path('include'))")
   suffix=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
-  g++ -std=c++17 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -DNDEBUG -Icpp_plugins/include \
+  g++ -std=c++17 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -DNDEBUG \
+    -DDDTREE_STUB="\"$(sha256sum ddtree_trt/_native.pyi | cut -d' ' -f1)\"" -Icpp_plugins/include \
     -I"$nanobind/include" -I"$nanobind/ext/robin_map/include" -I"$headers" \
     cpp_plugins/host/*.cpp "$nanobind/src/nb_combined.cpp" -o "ddtree_trt/_native$suffix"
 }

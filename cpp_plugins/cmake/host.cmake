@@ -40,6 +40,11 @@ find_package(nanobind CONFIG REQUIRED)
 nanobind_add_module(_native STABLE_ABI NB_STATIC NOMINSIZE
   host/module.cpp host/tree_module.cpp $<TARGET_OBJECTS:ddtree_attention>)
 target_link_libraries(_native PRIVATE ddtree_host)
+# What the package expects of the module; one that was built for another state of it is refused when it is imported.
+set(stub ${PROJECT_SOURCE_DIR}/../ddtree_trt/_native.pyi)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${stub})
+file(SHA256 ${stub} stub_digest)
+target_compile_definitions(_native PRIVATE DDTREE_STUB="${stub_digest}")
 install(TARGETS _native LIBRARY DESTINATION ddtree_trt)
 
 # Package data that lives outside the package: importlib.resources.files("ddtree_trt") / "triton_repo" finds it in a wheel

@@ -237,6 +237,7 @@ uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_
 NB_MODULE(_native, m) {
     m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See "
               "_native.pyi for shapes.";
+    m.attr("STUB") = DDTREE_STUB;
     ddtree::binding::bind_trees(m);
     m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "weight"_a, "lowest"_a, "highest"_a, "root"_a = 1.0);
     m.def("weigh", &weigh, "drafts"_a, "sizes"_a, "weight"_a, "lowest"_a, "highest"_a);

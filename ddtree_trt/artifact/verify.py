@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import ENGINES, MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_files, write_atomically
-from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Limits, Manifest, digest_holds
+from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.reading import printable
@@ -30,9 +30,9 @@ def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
             words += [option, "FILE.gguf" if network.name.endswith(".gguf") else "DIR"]
         elif network.revision != PACKAGED:
             words += [option, f"{network.name}@{network.revision}"]
-    for name in ("max_seq_len", "max_tree_budget", "max_batch"):
+    for name in ("max_seq_len", "max_tree_budget", "max_batch", "snapshot_every"):  # presets differ in the first three
         value = getattr(manifest.limits, name)
-        words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []
+        words += [f"--{name.replace('_', '-')}", str(value)] if value else []
     for name, value in manifest.chat_template_args.items():
         words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
     # Always named: what a build takes by itself depends on the machine.

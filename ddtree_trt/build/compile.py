@@ -220,6 +220,8 @@ def _limits(
         max_tree_budget=request.max_tree_budget or defaults.max_tree_budget,
         snapshot_every=request.snapshot_every or defaults.snapshot_every,
     )
+    if limits.snapshot_every and pair.target.dims.delta is None:
+        raise UsageError("--snapshot-every keeps states of hybrids, and this target has none; leave it out")
     block = kind_of(pair.drafter.dims).block_size or 1
     if block > limits.max_tokens_per_pass:
         raise UsageError(

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import UsageError
-
 BINS = 7  # few, since what goes wrong is a trend; and an even number of degrees, whose p-value has a closed form
 FEWEST = 100  # draws: with fewer the test would find nothing but the crudest bias
 CERTAIN = 0.95  # probability of the best token from which on a position is left out
@@ -34,11 +32,11 @@ class DistributionFinding:
     draws: int
     chi_square: float
     degrees: int
-    p_value: float
+    p_value: float | None  # None: fewer draws than FEWEST, which show nothing
 
     @property
     def passed(self) -> bool:
-        return self.p_value >= FALSE_ALARM
+        return self.p_value is None or self.p_value >= FALSE_ALARM
 
 
 def place_in_distribution(
@@ -58,17 +56,13 @@ def place_in_distribution(
 
 
 def uniformity(places: Sequence[float], case: str = "") -> DistributionFinding:
-    """Test that the places are uniform on [0, 1). Raises UsageError for fewer than FEWEST."""
+    """Test that the places are uniform on [0, 1)."""
     n = len(places)
-    if n < FEWEST:
-        raise UsageError(
-            f"{n} sampled tokens at positions that are not all but certain are too few to test, at least {FEWEST} are "
-            "needed; raise --seeds, or give 0 to leave the distribution test out"
-        )
     counts = np.histogram(places, BINS, (0, 1))[0]
-    expected = n / BINS
+    expected = max(n, 1) / BINS
     statistic = float(((counts - expected) ** 2).sum() / expected)
-    return DistributionFinding(case, n, statistic, BINS - 1, chi_square_tail(statistic, BINS - 1))
+    p_value = chi_square_tail(statistic, BINS - 1) if n >= FEWEST else None
+    return DistributionFinding(case, n, statistic, BINS - 1, p_value)
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
@@ -296,7 +290,9 @@ def describe(report: CheckReport) -> list[str]:
         at = " and ".join(f"{t:g}" for t in TEMPERATURES)
         lines += ["", f"distribution at temperature {at} (chi-square; false alarm {FALSE_ALARM:g} per method)"]
     for t in report.distribution:
-        figures = f"{t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, p = {t.p_value:.3g}"
+        figures = f"{t.draws} tokens that are not all but certain, too few to judge; raise --seeds"
+        if t.p_value is not None:
+            figures = f"{t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, p = {t.p_value:.3g}"
         lines.append(line(t.passed, t.case, figures))
     if report.tau:
         lines += ["", "golden τ (tokens per round)"]

@@ -46,8 +46,12 @@ def bench(
         raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {budgets!r}") from None
     directory = engine_dir or newest_engine()
     settings = replace(settings, engine=str(directory), methods=tuple(_items(methods)), budgets=tuple(sizes))
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot draws a PNG or an SVG, by the file's name; {plot.name!r} is neither")
     for file in (json, plot):  # before hours of measuring
         if file is not None and file != STDOUT:
+            if file.is_dir():
+                raise UsageError(f"{file} is a directory; give the name of a file")
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=file.parent).close()
@@ -65,10 +69,10 @@ def bench(
         print(result.to_json(), end="")
     elif json is not None:
         json.write_text(result.to_json(), encoding="utf-8")
-    if plot is not None:
-        report.draw(result, plot)
     if json != STDOUT:
         print(report.text(result), end="")
+    if plot is not None:
+        report.draw(result, plot)
 
 
 def _items(text: str) -> list[str]:

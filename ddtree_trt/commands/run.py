@@ -62,6 +62,8 @@ def run(
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
+    if list_examples and (json or pretty):
+        raise UsageError("--list-examples prints text; give it without --json and --pretty")
     if list_examples:
         from ddtree_trt.terminal.console import print_examples
 
@@ -78,8 +80,9 @@ def run(
         raise UsageError("--show-tree draws one run; give it without --compare")
 
     arguments = parse_arguments(chat_template_arg or ())
-    if raw and arguments:
-        raise UsageError(f"{OPTION} is for the chat template, which --raw does without; give one of the two")
+    for option, given in ((OPTION, arguments), ("--system", system), ("a chat", text is None)):
+        if raw and given:
+            raise UsageError(f"{option} needs the chat template, which --raw does without; give it a prompt alone")
 
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.params import SamplingParams

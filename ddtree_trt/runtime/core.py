@@ -119,7 +119,7 @@ class Client:
 
 def _save_costs(directory: Path | None, costs: Costs) -> None:
     if directory is not None and costs.rounds:
-        store(directory, costs.corrected)
+        store(directory, costs.corrected, "what rounds have shown of costs is forgotten")
 
 
 def open_core(
@@ -150,7 +150,8 @@ def assemble_core(
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, latencies = engine.manifest, load_or_measure(directory, engine, progress)
     max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
-    depth = min(max_nodes, kind.longest_draft)
+    # Of a drafted block the depths are weighed that a larger tree would reach.
+    depth = kind.longest_draft if kind.drafts == "block" else min(max_nodes, kind.longest_draft)
     nodes = depth if kind.drafts == "tokens" else max_nodes
     budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, kind.drafts)
     return EngineCore(engine, codec, budgets, options, directory=directory)

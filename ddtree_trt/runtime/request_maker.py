@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from uuid import uuid4
 
 from ddtree_trt.drafters.kind import LEVELS
 from ddtree_trt.errors import UsageError, shown
@@ -93,7 +94,6 @@ class RequestMaker:
         self._engine = engine
         self._manifest = engine.manifest
         self._budgets = budgets
-        self._count = 0
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -129,7 +129,6 @@ class RequestMaker:
         self._check(ids, params)
         mode = device_rounds or self.device_rounds
         route = choose_route(mode, self._engine, params, watched=on_round is not None)
-        self._count += 1
         text = prompt if isinstance(prompt, str) else None
         echo = ""
         if params.echo:
@@ -137,7 +136,7 @@ class RequestMaker:
         sequences = [self._sequence(i, ids, params, echo, route) for i in range(params.n)]
         for sequence in sequences:
             sequence.on_round = on_round
-        return Request(request_id or f"req-{self._count}", text, ids, params, sequences)
+        return Request(request_id or f"req-{uuid4().hex}", text, ids, params, sequences)
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         limits, vocab = self._manifest.limits, self._manifest.target_dims.vocab_size
@@ -207,7 +206,7 @@ class RequestMaker:
             return FixedBudget(params.tree_budget, levels)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
-            return FixedBudget(fixed)
+            return FixedBudget(min(fixed, self._manifest.limits.max_tree_budget))
         if method.draws and params.stochastic and params.seed is not None:
             # With a seed the drafts that are drawn, and so the output, must depend neither on times nor on others.
             return FixedBudget(min(SEEDED_DRAFT, self._manifest.limits.max_tree_budget))

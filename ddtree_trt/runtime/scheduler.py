@@ -98,7 +98,7 @@ class Scheduler:
             work = partial(decode_round, self.engine, self.running, self.clock, chunks)
             advanced += self._guard(self.running, [chunk.sequence for chunk in chunks], work)
         self._sweep()
-        return advanced
+        return list(dict.fromkeys(advanced))  # one whose prompt has ended may have had its first round, too
 
     def _chunks(self) -> list[PromptChunk]:
         """What the next pass takes of prompts: a chunk of the oldest; where the engine mixes them up to half of it is

@@ -136,7 +136,8 @@ def test_no_schedule_and_no_cancellation_changes_what_another_says(
                 scheduler.cancel(completions[i])
         if step > 26 and not scheduler.busy:
             break
-        scheduler.step()
+        advanced = scheduler.step()
+        assert len({*advanced}) == len(advanced), "callers count those that have ended"
         holders = [c.slot for c in completions if c in scheduler.running or c in scheduler.prefilling]
         assert len(set(holders)) == len(holders) == slots - scheduler.free_slots
     for i, c in enumerate(completions):

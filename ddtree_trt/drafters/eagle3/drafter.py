@@ -89,6 +89,10 @@ class EagleDrafter(Drafter):
     def context_length(self, slot: int) -> int:
         return len(self._contexts[slot].tokens)
 
+    def unseen(self, slot: int) -> int:
+        context = self._contexts[slot]
+        return max(0, len(context.tokens) - len(context.behind))
+
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Passes of a long prompt run here, so that few states wait."""
         context, token = self._contexts[slot], int(token_ids[0])

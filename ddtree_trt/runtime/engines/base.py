@@ -232,7 +232,6 @@ PLANS = "TensorRT chooses the order of its sums by the shapes of a plan"
 HYBRID = "a hybrid's states are moved by the rows of a path at once, in another order than by single tokens"
 RANKS = "a split target's sums over ranks may have another order for passes of another size"
 KERNELS = "only on a GPU, in bf16 or fp16 and with heads of 64 or 128, do PyTorch engines run on our kernels"
-REASONS = (EXPERTS, PLANS, HYBRID, RANKS, KERNELS)
 
 
 def why_inexact(manifest: Manifest, *, kernels: bool = False, ranks: int = 1) -> str | None:

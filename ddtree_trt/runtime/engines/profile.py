@@ -113,7 +113,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-VERSION = 8  # 8: of rounds on the device, where engines make them
+VERSION = 9  # 9: EAGLE's first drafts take in what waits
 CONTEXTS = (64, 512)  # tokens
 TREE_TOKENS = (1, 2, 5, 17, 65, 257, 1025)
 _log = logging.getLogger(__name__)
@@ -209,14 +209,12 @@ def load_or_measure(directory: Path, engine: Engine, progress: Progress = no_pro
     return profile
 
 
-def store(directory: Path, profile: Profile) -> None:
-    """Write the profile; where it cannot be written, a warning is logged."""
+def store(directory: Path, profile: Profile, lost: str = "latencies are measured at every start") -> None:
+    """Write the profile; where it cannot be written, a warning is logged that says so, and what is lost."""
     try:
         write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
     except OSError as error:
-        _log.warning(
-            "%s cannot be written (%s): latencies are measured at every start", directory / PROFILE, error.strerror
-        )
+        _log.warning("%s cannot be written (%s): %s", directory / PROFILE, error.strerror, lost)
 
 
 def measure(engine: Engine, progress: Progress = no_progress) -> Profile:

@@ -135,3 +135,15 @@ def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
     drafter.append_context(0, np.array([4, 4]), None)
     (draft,) = drafter.draft([request(0, bonus=9)])
     assert [d.token for d in draft.drawn or ()] == chain([1, 4, 4, 9], 5)
+
+
+def test_what_was_drafted_and_not_accepted_is_forgotten() -> None:
+    model = Sum(1)
+    drafter = AutoregressiveDrafter(model, CHUNK)
+    drafter.append_context(0, np.array([1, 2]), None)
+    (draft,) = drafter.draft([request(0, bonus=3)])
+    first, second, *_ = [d.token for d in draft.drawn or ()]
+    drafter.append_context(0, np.array([3, first, second + 1]), None)
+    assert model.cache.lengths[0] == 4, "the context up to the other token"
+    (draft,) = drafter.draft([request(0, bonus=9)])
+    assert [d.token for d in draft.drawn or ()] == chain([1, 2, 3, first, second + 1, 9], 5)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_builds import CHATS, ROWS
+from engine_builds import CHATS, PACKAGED, ROWS, build_torch_engine
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
@@ -366,3 +366,17 @@ def test_budgets_learn_from_rounds_on_the_device(
     monkeypatch.setattr(AutoBudget, "observe", record)
     (output,) = device.generate(prompts[0], greedy("auto"))
     assert kept == output.metrics.acceptance_lengths
+
+
+@pytest.mark.parametrize("rounds", ["on", "off"])
+def test_trees_smaller_than_the_block(tmp_path: Path, rounds: Any) -> None:
+    """Whatever chooses the size: a budget that is automatic, and the chain of a block that is longer."""
+    build_torch_engine(
+        PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", max_batch=2, max_seq_len=400, max_tree_budget=3
+    ).close()
+    with LLM(tmp_path / "e", threads=1, device_rounds=rounds) as llm:
+        expected = llm.generate(CHATS[:2], SamplingParams(max_tokens=TOKENS, method="ar"))
+        for method in ("ddtree", "dflash"):
+            found = llm.generate(CHATS[:2], SamplingParams(max_tokens=TOKENS, method=method))
+            assert [f.outputs[0].token_ids for f in found] == [e.outputs[0].token_ids for e in expected]
+            assert 1 < found[0].metrics.mean_acceptance_length <= 4
