@@ -121,13 +121,16 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     assert rebuild_command(Path("engines/pair"), make_manifest()) == (
         "ddtree-trt build --target pair --checkpoint org/target@abc --drafter org/drafter@def "
+        "--max-seq-len 2048 --max-tree-budget 256 --max-batch 8 "
         "--chat-template-arg enable_thinking=false --backend onnxruntime --precision fp32 --force"
     )
     local = CheckpointIdentity("mine", LOCAL, "0" * 64)
-    manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
+    manifest = make_manifest(
+        target=local, drafter=local, limits=Limits(max_seq_len=99, snapshot_every=64), chat_template_args={}
+    )
     assert rebuild_command(Path("elsewhere"), manifest) == (
-        "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --backend onnxruntime "
-        "--precision fp32 --output elsewhere --force"
+        "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --max-tree-budget 256 "
+        "--max-batch 8 --snapshot-every 64 --backend onnxruntime --precision fp32 --output elsewhere --force"
     )
 
 

@@ -55,10 +55,10 @@ def test_a_good_engine_passes(tiny_engine: Path) -> None:
 
 
 def test_a_walk_that_accepts_too_much_fails(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def last_node(tree: object, choices: np.ndarray) -> np.ndarray:
+    def last_node(parents: object, token_ids: object, choices: np.ndarray) -> np.ndarray:
         return np.unique([0, len(choices) - 1]).astype(np.int32)
 
-    monkeypatch.setattr("ddtree_trt.runtime.decoding.loop.walk", last_node)
+    monkeypatch.setattr("ddtree_trt._native.walk", last_node)
     report = check_engine(settings(tiny_engine))
     verdicts = {f.case: f.passed for f in report.greedy}
     assert verdicts["ar"] and not verdicts["ddtree@16"] and not report.passed
@@ -126,10 +126,14 @@ def test_only_a_tie_within_rounding_explains_a_difference(tiny_engine: Path, mon
 
 
 def test_what_cannot_be_checked_is_refused(tiny_engine: Path) -> None:
-    with pytest.raises(UsageError, match="raise --seeds"):
-        check_engine(settings(tiny_engine, seeds=1))
     with pytest.raises(UsageError, match="lower --max-tokens"):
         check_engine(settings(tiny_engine, max_tokens=100_000))
+
+
+def test_too_few_draws_are_not_judged(tiny_engine: Path) -> None:
+    report = check_engine(settings(tiny_engine, seeds=1))
+    assert report.passed and {f.p_value for f in report.distribution} == {None}
+    assert any("too few to judge; raise --seeds" in line for line in describe(report))
 
 
 def test_the_command_ends_with_the_verdict(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
