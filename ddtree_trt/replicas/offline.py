@@ -137,7 +137,7 @@ def read_requests(path: Path, seed: int) -> list[OfflineRequest]:
 def _request(line: str, number: int, seed: int) -> OfflineRequest:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"no JSON: {error}") from error
     if not isinstance(row, dict):
         raise UsageError(f"a JSON object is expected, not {shown(row)}")
