@@ -118,22 +118,26 @@ class Service:
         )
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
-        """SamplingParams of a client's values, for a completion of at most `room` tokens, or of the server's default.
+    def params(
+        self, given: Mapping[str, Any], room: int, names: Mapping[str, str], default: int | None = None
+    ) -> SamplingParams:
+        """SamplingParams of a client's values, for a completion of at most `room` tokens. Where it states no limit, that
+        is `default`, or the server's, unless `min_tokens` is more.
 
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
         """
-        max_tokens = given.get("max_tokens", min(room, self._default_max_tokens or room))
-        if max_tokens > room:
-            limit = names.get("max_tokens", "max_tokens")
-            message = (
-                f"{limit} {shown(max_tokens)} does not fit: the prompt leaves {room} of this model's "
-                f"{self.max_seq_len} tokens; shorten the prompt or lower it"
-            )
-            raise ApiError(400, message, param=limit, code="context_length_exceeded")
+        for name in ("max_tokens", "min_tokens"):
+            if (tokens := given.get(name, 0)) > room:
+                limit = names.get(name, name)
+                message = (
+                    f"{limit} {shown(tokens)} does not fit: the prompt leaves {room} of this model's "
+                    f"{self.max_seq_len} tokens; shorten the prompt or lower it"
+                )
+                raise ApiError(400, message, param=limit, code="context_length_exceeded")
+        max_tokens = min(room, max(default or self._default_max_tokens or room, given.get("min_tokens", 0)))
         try:
-            return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
+            return SamplingParams.from_mapping({"max_tokens": max_tokens, **given})
         except UsageError as error:
             raise _named(error, None, names) from error
 

@@ -111,8 +111,9 @@ def test_completions_take_texts_and_token_ids(client: openai.OpenAI, llm: LLM) -
         assert answer.usage.completion_tokens == 24
     for one in (prompts[0], ids[0]):
         assert client.completions.create(model="tiny", prompt=one, max_tokens=12).choices[0].text == expected[0]
-    by_default = client.completions.create(model="tiny", prompt=prompts[0], extra_body={"ignore_eos": True})
-    assert by_default.usage is not None and by_default.usage.completion_tokens == 16
+    for own, count in (({"ignore_eos": True}, 16), ({"min_tokens": 20}, 20)):
+        by_default = client.completions.create(model="tiny", prompt=prompts[0], extra_body=own)
+        assert by_default.usage is not None and by_default.usage.completion_tokens == count
 
 
 @pytest.mark.parametrize("stream", [False, True])

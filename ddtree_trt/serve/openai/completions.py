@@ -28,7 +28,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     echo = given.get("echo", False)
     if echo:
         given["prompt_logprobs"] = given.get("logprobs")
-    params = cache(lambda room: service.params({"max_tokens": min(DEFAULT_MAX_TOKENS, room), **given}, room, {}))
+    params = cache(lambda room: service.params(given, room, {}, DEFAULT_MAX_TOKENS))
     calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
     await service.compile(calls[0][1], given)
     request_id = new_id("cmpl")
