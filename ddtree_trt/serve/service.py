@@ -121,8 +121,8 @@ class Service:
     def params(
         self, given: Mapping[str, Any], room: int, names: Mapping[str, str], default: int | None = None
     ) -> SamplingParams:
-        """SamplingParams of a client's values, for a completion of at most `room` tokens. Where it states no limit, that
-        is `default`, or the server's, unless `min_tokens` is more.
+        """SamplingParams of a client's values, for a completion of at most `room` tokens. Without a limit of
+        theirs it is `default`, or the server's, unless `min_tokens` is more.
 
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
