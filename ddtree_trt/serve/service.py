@@ -12,7 +12,9 @@ from fastapi import Request
 
 from ddtree_trt.errors import MissingDependency, UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
+from ddtree_trt.runtime.chat.constraints import check_schemas
 from ddtree_trt.runtime.chat.formats import ChatFormat
+from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.record import ALIASES, STRUCTURED, given_name
@@ -141,12 +143,17 @@ class Service:
         except UsageError as error:
             raise _named(error, None, names) from error
 
-    async def compile(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
+    async def compile(self, params: SamplingParams, given: Mapping[str, Any], use: ToolUse | None = None) -> None:
         """Try the constraint that a request's output has, if any. Raises ApiError, which has the reason why it cannot
-        be used, and the name by which it was given: by tools, if by none."""
+        be used, and the name by which it was given: by the tools of `use`, if by none."""
         grammars, name = self.llm.core.maker.grammars, given_name(given) or "tools"
         if params.structured is not None and not grammars.passed(params.structured):
-            await self.in_thread("grammar", grammars.check, params.structured, param=name)
+            try:
+                await self.in_thread("grammar", grammars.check, params.structured, param=name)
+            except ApiError:
+                if use is not None:
+                    await self.in_thread("grammar", check_schemas, use, grammars.check, param=name)
+                raise
 
     def submit(
         self,
