@@ -36,6 +36,7 @@ _ANNOTATIONS = frozenset(
     "$anchor $comment $defs $id $schema default definitions deprecated description example examples readOnly title "
     "writeOnly".split()
 )
+MAX_ALTERNATIVES = 100  # of a value: each parameter may refer to the same ones
 Calls = tuple[list[tuple[str, str]], int]
 
 
@@ -181,9 +182,13 @@ def schema_types(schema: Any, root: Any) -> set[str]:
 
 def alternatives(schema: Any, root: Any, either: Collection[str]) -> Iterator[Any]:
     """The schemas of which a value must satisfy one where it is to satisfy `schema`, without annotations. References
-    within `root` are followed, and keywords that say one of several, `either`, where nothing stands beside them."""
+    within `root` are followed, and keywords that say one of several, `either`, where nothing stands beside them. None
+    ends more than MAX_ALTERNATIVES."""
     todo, seen = [schema], set[str]()
-    for each in todo:
+    for place, each in enumerate(todo):
+        if place > MAX_ALTERNATIVES:
+            yield None
+            return
         given = each
         if isinstance(each, Mapping):
             given = {key: each[key] for key in each if key not in _ANNOTATIONS and not key.startswith("x-")}

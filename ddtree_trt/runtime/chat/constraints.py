@@ -12,6 +12,7 @@ from ddtree_trt.runtime.chat.calls import (
     END_OF_CALL,
     END_OF_PARAMETER,
     ENDS_OF_TEXT,
+    MAX_ALTERNATIVES,
     TOOL_CALL,
     alternatives,
     as_json,
@@ -20,7 +21,7 @@ from ddtree_trt.runtime.chat.calls import (
 )
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
 from ddtree_trt.runtime.chat.tools import Tool, ToolUse
-from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput, Tag
+from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput, Tag
 
 _ANY_OBJECT = {"type": "object"}
 # As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
@@ -139,10 +140,12 @@ def _xml_parameters(schema: Mapping[str, Any]) -> str:
         if others not in (True, {}):
             raise _NotHeld("additionalProperties")
         return '("<parameter=" NAME ">\\n" ANY)*'
-    parts = []
+    parts, size = [], 0
     for name, of_value in properties.items():
         part = f"{_text(f'<parameter={name}>{chr(10)}')} {_xml_parameter(name, of_value, schema)}"
         parts.append(part if name in required else f"({part})?")
+        if (size := size + len(part)) > MAX_CHARACTERS:  # definitions are repeated with every parameter
+            raise _NotHeld(f"its size, a grammar of more than {MAX_CHARACTERS} characters")
     return " ".join(parts)
 
 
@@ -155,12 +158,12 @@ def _xml_parameter(name: str, schema: Any, root: Mapping[str, Any]) -> str:
     if kinds and "string" not in kinds:
         return f"%json {json.dumps({**definitions, **schema})} {_END}"
     found = [*alternatives(schema, root, ("anyOf",))]
-    if found and all(isinstance(each, Mapping) and each.keys() <= {"type"} for each in found):
+    if not found or not all(isinstance(each, Mapping) for each in found):
+        raise _NotHeld(f"parameter {shown(name)}, which has no schema, or more than {MAX_ALTERNATIVES}")
+    if all(each.keys() <= {"type"} for each in found):
         return "ANY"
     texts = []
-    for each in found or [None]:
-        if not isinstance(each, Mapping):
-            raise _NotHeld(f"parameter {shown(name)}, for which there is no schema")
+    for each in found:
         own, keys = schema_types(each, root), sorted(each.keys() - {"type"})
         if own and "string" not in own:
             texts.append(f"%json {json.dumps({**definitions, **each})}")

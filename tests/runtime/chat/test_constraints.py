@@ -154,14 +154,15 @@ NOT_HELD: list[tuple[dict[str, Any], str]] = [
     *(({**TEXT, key: value}, key) for key, value in {"pattern": "^[0-9]+$", "minLength": 2, "format": "date"}.items()),
     ({**TEXT, "allOf": [{"maxLength": 3}]}, "allOf"),
     ({**LISTED, "maxLength": 3}, r"\$ref, maxLength"),
-    ({"$ref": "#/$defs/none"}, "parameter 'v', for which there is no schema"),
+    ({"$ref": "#/$defs/none"}, "parameter 'v', which has no schema"),
     ({"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "a choice of any text"),
     ({"enum": ["1", 2]}, "the value '1' of parameter 'v', which would be read as another"),
+    ({"anyOf": [TEXT] * 200}, "or more than 100"),
     ({"type": "array", "items": {"$ref": "#"}}, 'the reference "#"'),
 ]
 
 
-@pytest.mark.parametrize(("of_value", "message"), NOT_HELD)
+@pytest.mark.parametrize(("of_value", "message"), NOT_HELD, ids=[message for _, message in NOT_HELD])
 def test_what_xml_calls_cannot_be_held_to_is_refused(of_value: Any, message: str) -> None:
     schema = {"properties": {"v": of_value}, "$defs": {"unit": {"enum": ["c"]}}}
     with pytest.raises(UsageError, match=rf"tools: calls of f, .* because of .*{message}.*; leave that out, or"):
@@ -174,11 +175,12 @@ OF_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"additionalProperties": TEXT}, "additionalProperties"),
     ({"properties": {"v": {}}, "required": "v"}, "required that is no list"),
     ({"properties": {"v": TEXT}, "minProperties": 1}, "minProperties"),
+    ({"properties": {str(i): {"enum": [i, "x" * 20_000]} for i in range(60)}}, "its size"),
     ({"$ref": "#/$defs/none"}, r"a \$ref that leads to no schema"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "message"), OF_ARGUMENTS)
+@pytest.mark.parametrize(("schema", "message"), OF_ARGUMENTS, ids=[message for _, message in OF_ARGUMENTS])
 def test_arguments_that_xml_calls_cannot_be_held_to_are_refused(schema: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         xml(read_use(strict(schema), None, None), "never")
