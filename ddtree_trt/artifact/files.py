@@ -25,6 +25,7 @@ TORCH_WEIGHTS = "weights.safetensors"
 KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
 EXAMPLES = "examples.json"  # prompts that the engine answers well; not every engine has them
 PROFILE = "profile.json"  # measured latencies
+EXPORT = "export.json"  # of a model that export-triton wrote, two folders above its engine
 VERIFIED = "verified.json"  # that the files were checked, and what they were then
 # Added when an engine is opened; not in a manifest's `files`: another machine has its own.
 OF_THIS_MACHINE = (KERNEL_CACHE, PROFILE, VERIFIED)

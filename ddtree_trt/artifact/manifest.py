@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.artifact.backends import BACKENDS, BackendName
-from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
+from ddtree_trt.artifact.files import ENGINES, EXPORT, HUB_ID, MANIFEST, NAME
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
@@ -204,6 +204,9 @@ def _no_engine(given: Path) -> str:
     build = f"ddtree-trt build --checkpoint {name} --drafter DRAFTER"
     if (given / "config.json").is_file() or (given.suffix == ".gguf" and given.is_file()):
         return f"{given} is a checkpoint, and an engine directory is expected; build one of it with: {build}"
+    if ((model := given.absolute().parent.parent) / EXPORT).is_file():
+        again = f"export-triton ENGINE_DIR {shlex.quote(str(model.parent))} --model-name {model.name} --force"
+        return f"the exported model {model} has lost its engine's {MANIFEST}; export it again with: ddtree-trt {again}"
     if given.exists():
         what = f"not an engine directory: it has no {MANIFEST}" if given.is_dir() else "a file"
         what += "" if given.is_dir() else ", and an engine directory is expected"

@@ -76,7 +76,7 @@ def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
     """(opening, follow-ups)."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
     kinds = ("prompt", "turns", "messages", "text", "token_ids") if isinstance(row, dict) else ()
     match [(kind, row[kind]) for kind in kinds if kind in row]:

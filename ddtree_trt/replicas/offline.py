@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import json
@@ -87,6 +88,7 @@ def map_prompts(
     )  # fmt: skip
     run = {
         "engine": sha256_file(engine_dir / MANIFEST),
+        "seed": seed,
         "requests": hashlib.sha256(json.dumps([astuple(r) for r in requests]).encode()).hexdigest(),
         **{name: value for name, value in vars(options).items() if name in ANSWER_OPTIONS and name != "threads"},
     }
@@ -137,7 +139,7 @@ def read_requests(path: Path, seed: int) -> list[OfflineRequest]:
 def _request(line: str, number: int, seed: int) -> OfflineRequest:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"no JSON: {error}") from error
     if not isinstance(row, dict):
         raise UsageError(f"a JSON object is expected, not {shown(row)}")
@@ -315,7 +317,7 @@ class _Answers:
             self._write(run)
 
     def _refuse(self, before: Mapping[str, object], run: Mapping[str, object]) -> None:
-        name = next(name for name in sorted({**before, **run}) if before.get(name) != run.get(name))
+        name = next(name for name in {**run, **before} if before.get(name) != run.get(name))
         raise UsageError(
             f"{self._part} has answers of a run with another {name} ({before.get(name)}, here {run.get(name)}); go on "
             "with that one, or remove the file"
@@ -356,8 +358,10 @@ class _Answers:
         try:
             yield
         except OSError as error:
-            reason = f"cannot write {self._output}: {error.strerror}"
-            raise DDTreeError(f"{reason}; free some space, then the same command goes on with what is there") from error
+            advice = "choose another --output-file"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                advice = "free some space, then the same command goes on with what is there"
+            raise DDTreeError(f"cannot write {self._output}: {error.strerror}; {advice}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -12,7 +12,9 @@ from fastapi import Request
 
 from ddtree_trt.errors import MissingDependency, UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
+from ddtree_trt.runtime.chat.constraints import check_schemas
 from ddtree_trt.runtime.chat.formats import ChatFormat
+from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.record import ALIASES, STRUCTURED, given_name
@@ -118,31 +120,40 @@ class Service:
         )
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
-        """SamplingParams of a client's values, for a completion of at most `room` tokens, or of the server's default.
+    def params(
+        self, given: Mapping[str, Any], room: int, names: Mapping[str, str], default: int | None = None
+    ) -> SamplingParams:
+        """SamplingParams of a client's values, for a completion of at most `room` tokens. Without a limit of
+        theirs it is `default`, or the server's, unless `min_tokens` is more.
 
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
         """
-        max_tokens = given.get("max_tokens", min(room, self._default_max_tokens or room))
-        if max_tokens > room:
-            limit = names.get("max_tokens", "max_tokens")
-            message = (
-                f"{limit} {shown(max_tokens)} does not fit: the prompt leaves {room} of this model's "
-                f"{self.max_seq_len} tokens; shorten the prompt or lower it"
-            )
-            raise ApiError(400, message, param=limit, code="context_length_exceeded")
+        for name in ("max_tokens", "min_tokens"):
+            if (tokens := given.get(name, 0)) > room:
+                limit = names.get(name, name)
+                message = (
+                    f"{limit} {shown(tokens)} does not fit: the prompt leaves {room} of this model's "
+                    f"{self.max_seq_len} tokens; shorten the prompt or lower it"
+                )
+                raise ApiError(400, message, param=limit, code="context_length_exceeded")
+        max_tokens = min(room, max(default or self._default_max_tokens or room, given.get("min_tokens", 0)))
         try:
-            return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
+            return SamplingParams.from_mapping({"max_tokens": max_tokens, **given})
         except UsageError as error:
             raise _named(error, None, names) from error
 
-    async def compile(self, params: SamplingParams, given: Mapping[str, Any]) -> None:
+    async def compile(self, params: SamplingParams, given: Mapping[str, Any], use: ToolUse | None = None) -> None:
         """Try the constraint that a request's output has, if any. Raises ApiError, which has the reason why it cannot
-        be used, and the name by which it was given: by tools, if by none."""
+        be used, and the name by which it was given: by the tools of `use`, if by none."""
         grammars, name = self.llm.core.maker.grammars, given_name(given) or "tools"
         if params.structured is not None and not grammars.passed(params.structured):
-            await self.in_thread("grammar", grammars.check, params.structured, param=name)
+            try:
+                await self.in_thread("grammar", grammars.check, params.structured, param=name)
+            except ApiError:
+                if use is not None:
+                    await self.in_thread("grammar", check_schemas, use, grammars.check, param=name)
+                raise
 
     def submit(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.files import MANIFEST, PROFILE
+from ddtree_trt.artifact.files import EXPORT, MANIFEST, PROFILE
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -32,7 +33,6 @@ from ddtree_trt.records import check, option, with_fields
 from ddtree_trt.triton import ENGINE_FOLDER
 from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
 
-MARKER = "export.json"  # written last
 VERSION_FOLDER = "1"
 _MAX_INSTANCES = 64  # far above any use: a larger number is a typing error
 _MAX_GPUS = 1024  # likewise
@@ -118,14 +118,14 @@ def export_triton(
         "extra": extra,
         "machine": _machine(manifest),
         "precision": manifest.precision,
-        "repository": str(repository),
+        "repository": shlex.quote(str(repository)),
         "curl_whole": f"{curl}/generate -d '{_QUESTIONS[options.layout] % 'false'}'",
         "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[options.layout] % 'true'}'",
     }
     template = resources.files("ddtree_trt") / "triton_repo" / "model"
     if not (template / "README.md").is_file():
         raise BuildError(f"the installation lacks {template}; install ddtree-trt again")
-    with atomic_directory(destination, force=options.force, marker=MARKER) as directory:
+    with atomic_directory(destination, force=options.force, marker=EXPORT) as directory:
         version = directory / VERSION_FOLDER
         version.mkdir()
         (version / "model.py").write_bytes((template / VERSION_FOLDER / "model.py").read_bytes())
@@ -137,7 +137,7 @@ def export_triton(
         else:
             _copy_engine(engine, manifest, version / ENGINE_FOLDER, progress)
         record = {"product_version": __version__, "layout": options.layout}
-        (directory / MARKER).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (directory / EXPORT).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return destination
 
 

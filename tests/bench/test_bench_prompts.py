@@ -44,10 +44,10 @@ def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
 
 
 NO_PROMPTS = ["{", "[]", "{}", '{"prompt": "a", "text": "b"}', '{"prompt": 3}', '{"prompt": ""}', '{"turns": []}']
-NO_PROMPTS += ['{"turns": ["a", 1]}', '{"messages": [{"role": "user"}]}', '{"token_ids": [true]}']
+NO_PROMPTS += ['{"turns": ["a", 1]}', '{"messages": [{"role": "user"}]}', '{"token_ids": [true]}', "[" * 100_000]
 
 
-@pytest.mark.parametrize("line", NO_PROMPTS)
+@pytest.mark.parametrize("line", NO_PROMPTS, ids=lambda line: line[:40])
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")

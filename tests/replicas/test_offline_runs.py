@@ -77,6 +77,8 @@ def test_a_run_that_an_engine_s_failure_ended_is_gone_on_with(
     changed.write_text(source.read_text().replace("drawers", "boxes"))
     with pytest.raises(UsageError, match=r"another requests .*; go on with that one, or remove the file"):
         map_prompts(tiny_engine, changed, output)
+    with pytest.raises(UsageError, match=r"another seed \(0, here 7\); go on with that one"):
+        map_prompts(tiny_engine, source, output, seed=7)
     twice: list[str] = []
 
     def second_run(*_: Any) -> None:
@@ -134,6 +136,13 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
         result = write()
     answers.close()
     assert result == OfflineResult(1, 1, 0, 0) and json.loads(output.read_text(encoding="utf-8")) == row
+
+
+def test_a_place_that_cannot_be_written_is_said_without_talk_of_space(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DDTreeError, match=r"Not a directory|File exists") as caught:
+        offline._Answers(tmp_path / "file" / "out.jsonl", {"run": 1})
+    assert str(caught.value).endswith("; choose another --output-file")
 
 
 class _Full:
@@ -201,6 +210,7 @@ def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ("{", "no JSON"),
+        pytest.param("[" * 100_000, "no JSON", id="deep"),
         ({"text": "x"}, "either messages or prompt"),
         ({"prompt": "x", "stream": True}, "stream cannot be had"),
         ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "url must be"),

@@ -95,7 +95,8 @@ def test_wrong_options_are_refused(name: str, values: tuple[Any, ...], says: str
 
 def test_chats_without_a_limit_end_at_the_servers(guarded: ThreadServer) -> None:
     hot = {**CHAT, "temperature": 5, "seed": 1, "ignore_eos": True}
-    for limit, count in (({}, 6), ({"max_completion_tokens": 9}, 9)):  # a request's own limit may be above it
+    # A request's own limits may be above it.
+    for limit, count in (({}, 6), ({"max_completion_tokens": 9}, 9), ({"min_tokens": 8}, 8)):
         answer = guarded.http.post("/v1/chat/completions", json={**hot, **limit}).json()
         assert answer["usage"]["completion_tokens"] == count and answer["choices"][0]["finish_reason"] == "length"
     empty = guarded.http.post("/tokenize", json={"messages": [{"role": "user", "content": ""}]}).json()["count"]

@@ -15,8 +15,13 @@ from engine_builds import ROWS
 from pacing import wait_for
 from pydantic import BaseModel, Field
 from serving import ThreadServer, events_of
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from ddtree_trt import LLM, RequestOutput, SamplingParams
+from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts
 
 QUESTIONS = [row["prompt"] for row in ROWS][:6]
 UNICODE = "héllo 🙂 你好 "
@@ -110,8 +115,9 @@ def test_completions_take_texts_and_token_ids(client: openai.OpenAI, llm: LLM) -
         assert answer.usage.completion_tokens == 24
     for one in (prompts[0], ids[0]):
         assert client.completions.create(model="tiny", prompt=one, max_tokens=12).choices[0].text == expected[0]
-    by_default = client.completions.create(model="tiny", prompt=prompts[0], extra_body={"ignore_eos": True})
-    assert by_default.usage is not None and by_default.usage.completion_tokens == 16
+    for own, count in (({"ignore_eos": True}, 16), ({"min_tokens": 20}, 20)):
+        by_default = client.completions.create(model="tiny", prompt=prompts[0], extra_body=own)
+        assert by_default.usage is not None and by_default.usage.completion_tokens == count
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -142,6 +148,24 @@ def test_completions_echo_with_logprobs_over_several_prompts(client: openai.Open
             for token, top, own, offset in columns:
                 assert top is None or (2 <= len(top) <= 3 and top[token] == pytest.approx(own))
                 assert token.startswith("bytes:") or text[offset:].startswith(token) or token.startswith("<|")
+
+
+def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> None:
+    """Decoders of SentencePiece's kind drop the space at a text's beginning, and fall back to bytes. What is left out
+    of the text takes no place in it, named in the tokenizer or not."""
+    words = ["<unk>", "<tool>", "\u2581hello", "\u2581there", "!", "<0xC3>", "<0xA9>"]
+    backend = Tokenizer(BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_tokens([AddedToken("<tool>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    codec = TextCodec(tmp_path, {})
+    ids = [2, 3, 1, 4, 5, 6, 3]
+    assert codec.decode(ids) == "hello there!é there"
+    offsets, texts = TextOffsets(codec, skip_special_tokens=True, start=7), TokenTexts(codec)
+    assert [offsets.next(token) - 7 for token in ids] == [0, 5, 11, 11, 12, 12, 13]
+    raw = [texts.of(token)[1] for token in ids]
+    assert b"".join(map(bytes, raw)).decode() == " hello there<tool>!é there"  # type: ignore[arg-type]
 
 
 def test_a_completions_stream_never_cuts_a_character(client: openai.OpenAI, llm: LLM) -> None:

@@ -71,6 +71,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
     chat({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ; give one"),
     chat({"max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
+    chat({"min_tokens": 1_000_000}, "min_tokens", "min_tokens 1000000 does not fit: the prompt leaves "),
     chat({"method": "draft-model"}, "method", "drafter"),
     chat({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries, not 301"),
     chat({"stop": ["a", 5]}, "stop.1", "must be a text"),

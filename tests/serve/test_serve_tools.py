@@ -211,6 +211,7 @@ def test_reasoning_before_a_call_that_must_be_and_before_json(
 
 
 JSON, MUST = {"response_format": {"type": "json_object"}}, {"tools": [CLOCK], "tool_choice": "required"}
+DIGITS = {"type": "string", "pattern": "^[0-9]+$"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -219,7 +220,12 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
     [
         ("qwen", {**JSON, **MUST}, "because tool_choice requires a call; leave one of them out"),
         ("qwen", {**JSON, "tools": [STRICT]}, "because a strict tool constrains it already"),
-        ("qwen", {**MUST, "tools": [tool("f", {"type": "strange"})]}, "tools"),
+        (
+            "qwen",
+            {**MUST, "tools": [CLOCK, tool("f", {"type": "strange"})]},
+            "tools: f's json_schema '.*strange.*' cannot",
+        ),
+        ("coder", {**MUST, "tools": [tool("f", {"properties": {"d": DIGITS}})]}, "because of pattern of parameter 'd'"),
         ("llama", {"messages": [*ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}]}, "only one call at a time"),
     ],
 )

@@ -14,13 +14,12 @@ from google.protobuf import json_format
 from typer.testing import CliRunner
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.files import KERNEL_CACHE
+from ddtree_trt.artifact.files import EXPORT, KERNEL_CACHE, MANIFEST
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
-from ddtree_trt.triton.export import MARKER
 from ddtree_trt.triton.layouts import LAYOUTS
 from ddtree_trt.triton.service import Settings, select_device
 
@@ -79,6 +78,16 @@ def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_
     assert (moved / "profile.json").is_file()
 
 
+def test_an_export_that_lost_its_engine_is_made_again(engine: Path, tmp_path: Path) -> None:
+    model = export(engine, repository := tmp_path / "my models")
+    assert f"--model-repository='{repository}' " in (model / "README.md").read_text()
+    (model / "1" / "engine" / MANIFEST).unlink()
+    with pytest.raises(ArtifactError) as caught:
+        load_manifest(model / "1" / "engine")
+    command = f"ddtree-trt export-triton ENGINE_DIR '{repository}' --model-name tiny --force"
+    assert str(caught.value).endswith(f"has lost its engine's manifest.json; export it again with: {command}")
+
+
 def test_a_linked_engine_is_found_by_a_relative_path(engine: Path, tmp_path: Path) -> None:
     model = export(engine, tmp_path / "a" / "b" / "models", link=True)
     assert not Path(os.readlink(model / "1" / "engine")).is_absolute()
@@ -108,7 +117,7 @@ def test_a_directory_that_no_export_wrote_is_not_replaced(engine: Path, tmp_path
     model = export(engine, tmp_path / "models")
     with pytest.raises(BuildError, match="give --force to replace it"):
         export(engine, tmp_path / "models")
-    (model / MARKER).unlink()
+    (model / EXPORT).unlink()
     before = contents(model)
     with pytest.raises(BuildError, match="was not written by ddtree-trt"):
         export(engine, tmp_path / "models", force=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from ddtree_trt.runtime.chat.reader import Incomplete, Malformed
 
 TOOL_CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _FUNCTION, _PARAMETER, _END_OF_FUNCTION = "<function=", "<parameter=", "</function>"
+END_OF_PARAMETER = "</parameter>"
+ENDS_OF_TEXT = (END_OF_PARAMETER, _PARAMETER, _END_OF_FUNCTION)  # of a parameter, which it cannot have in it
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
@@ -21,11 +24,19 @@ _CUT = 12  # characters that an escape or a word of JSON has at most
 _OPENING = re.compile(rf"(?:{TOOL_CALL}\s*)?{_FUNCTION}")
 _HEAD = re.compile(rf"(?:{TOOL_CALL}[ \t\r\n]*)?{_FUNCTION}([^<>\n]+)>[ \t\r\n]*(?={_PARAMETER}|{_END_OF_FUNCTION})")
 # A value ends at the next parameter too, and at the function's end: models leave its own end out at times.
-_VALUE = re.compile(rf"{_PARAMETER}([^<>\n]+)>\n?(.*?)\n?(?:</parameter>[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL)
+_VALUE = re.compile(
+    rf"{_PARAMETER}([^<>\n]+)>\n?(.*?)\n?(?:{END_OF_PARAMETER}[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL
+)
 _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}  # Python's, which models write
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
+# What a schema says without ruling out a value, beside names of extensions, which begin with x-.
+_ANNOTATIONS = frozenset(
+    "$anchor $comment $defs $id $schema default definitions deprecated description example examples readOnly title "
+    "writeOnly".split()
+)
+MAX_ALTERNATIVES = 100  # of a value: each parameter may refer to the same ones
 Calls = tuple[list[tuple[str, str]], int]
 
 
@@ -135,7 +146,7 @@ class XmlCalls:
             if each.start() != at:
                 break
             at = each.end()
-            value = _as_json(each[2], parameter_types(self._parameters.get(function), each[1]))
+            value = as_json(each[2], parameter_types(self._parameters.get(function), each[1]))
             written.append(f"{json.dumps(each[1], ensure_ascii=False)}: {value}")
         if at != end:
             # Those before it would come to the same place: only the last opening may still be that of a call.
@@ -147,25 +158,58 @@ class XmlCalls:
 
 def parameter_types(parameters: Any, name: str) -> set[str]:
     """The types that the schema of a tool's arguments gives one of them; empty where it does not say."""
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return _schema_types(properties.get(name) if isinstance(properties, Mapping) else None, 0)
+    match [*alternatives(parameters, parameters, ())]:
+        case [{"properties": {**properties}}] if name in properties:
+            return schema_types(properties[name], parameters)
+    return set()
 
 
-def _schema_types(schema: Any, depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or depth > 8:
-        return set()
-    given = schema.get("type")
-    if isinstance(given, str | list):
-        return {kind for kind in ([given] if isinstance(given, str) else given) if isinstance(kind, str)}
-    if values := listed_values(schema):
-        return {_OF_JSON.get(type(value), "object") for value in values}
+def schema_types(schema: Any, root: Any) -> set[str]:
+    """The types of the values that a schema within `root` allows; empty where it does not say."""
     found: set[str] = set()
-    for key in ("anyOf", "oneOf"):
-        for each in schema[key] if isinstance(schema.get(key), list) else ():
-            kinds = _schema_types(each, depth + 1)
-            if not kinds:
+    for each in alternatives(schema, root, ("anyOf", "oneOf")):
+        match each:
+            case {"type": str(kind)}:
+                found.add(kind)
+            case {"type": [*kinds]}:
+                found |= {kind for kind in kinds if isinstance(kind, str)}
+            case {"enum": [_, *_]} | {"const": _}:
+                found |= {_OF_JSON.get(type(value), "object") for value in listed_values(each)}
+            case _:
                 return set()
-            found |= kinds
+    return found
+
+
+def alternatives(schema: Any, root: Any, either: Collection[str]) -> Iterator[Any]:
+    """The schemas of which a value must satisfy one where it is to satisfy `schema`, without annotations. References
+    within `root` are followed, and keywords that say one of several, `either`, where nothing stands beside them. None
+    ends more than MAX_ALTERNATIVES."""
+    todo, seen = [schema], set[str]()
+    for place, each in enumerate(todo):
+        if place > MAX_ALTERNATIVES:
+            yield None
+            return
+        given = each
+        if isinstance(each, Mapping):
+            given = {key: each[key] for key in each if key not in _ANNOTATIONS and not key.startswith("x-")}
+        match [*given.items()] if isinstance(given, Mapping) else []:
+            case [("$ref", str(reference))]:
+                todo += [] if reference in seen else [_referred(reference, root)]
+                seen.add(reference)
+            case [("allOf", [only])]:
+                todo.append(only)
+            case [(key, [*several])] if key in either:
+                todo += several
+            case _:
+                yield {} if given is True else given
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """What a JSON pointer such as `#/$defs/name` points to; None where that is nothing."""
+    start, *path = unquote(reference).split("/")
+    found = root if start == "#" else None
+    for part in path:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
 
@@ -174,7 +218,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any]:
     return schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
 
 
-def _as_json(text: str, kinds: set[str]) -> str:
+def as_json(text: str, kinds: set[str]) -> str:
     """JSON of a parameter's text: the text itself where it is JSON of one of the types, otherwise a string of it. Where
     the types are not known, objects and lists are taken for what they look like."""
     value: Any = text

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddtree_trt.runtime.chat.calls import END_OF_CALL, TOOL_CALL, listed_values, parameter_types
+from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.chat.calls import (
+    END_OF_CALL,
+    END_OF_PARAMETER,
+    ENDS_OF_TEXT,
+    MAX_ALTERNATIVES,
+    TOOL_CALL,
+    alternatives,
+    as_json,
+    listed_values,
+    schema_types,
+)
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
 from ddtree_trt.runtime.chat.tools import Tool, ToolUse
-from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
+from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput, Tag
 
 _ANY_OBJECT = {"type": "object"}
 # As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
-_ONE_LINE = {"whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ONE_LINE: Mapping[str, Any] = {
+    "x-guidance": {
+        "whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
+    }
+}  # fmt: skip
 _BARE_BEGIN = '{"name":'
 
 
@@ -34,7 +50,8 @@ def _json(use: ToolUse, thinking: Thinking, call: tuple[str, str, str, str], bet
         return None
     after, first = begin
     tags = tuple(
-        Tag(f'{first}{to_name} {json.dumps(tool.name)}, "{arguments}": ', schema, end) for tool, schema in _schemas(use)
+        Tag(f'{first}{to_name} {json.dumps(tool.name)}, "{arguments}": ', {**_ONE_LINE, **schema}, end)
+        for tool, schema in _schemas(use)
     )
     separator = between + opening[: len(opening) - len(first)]
     most = None if use.parallel else 1
@@ -45,9 +62,16 @@ def xml(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
     if (begin := _beginning(use, thinking, TOOL_CALL)) is None:
         return None
     after, opening = begin
-    rules = ["NAME: /[^<>\\n]+/"]
+    ends = "|".join(ENDS_OF_TEXT).replace("/", r"\/")
+    rules = ["NAME: /[^<>\\n]+/", f"ANY: TEXT {_END}", rf"TEXT: /(?s:.*)/ & ~/(?s:.*({ends}).*)/"]
     for i, (tool, schema) in enumerate(_schemas(use)):
-        body = _xml_parameters(f"p{i}", schema, rules)
+        try:
+            body = _xml_parameters({**_ONE_LINE, **schema})
+        except _NotHeld as fault:
+            raise UsageError(
+                f"tools: calls of {tool.name}, as this model writes them, cannot be held to their schema because of "
+                f"{fault}; leave that out, or have the tool neither strict nor required"
+            ) from None
         rules.append(
             f"call{i}: {_text(f'{opening}{chr(10)}<function={tool.name}>{chr(10)}')} {body} "
             f"{_text(f'</function>{chr(10)}{END_OF_CALL}')}"
@@ -68,44 +92,91 @@ def _beginning(use: ToolUse, thinking: Thinking, opening: str) -> tuple[str | No
     return (None if thinking == "never" else END_OF_THINKING), opening
 
 
-def _schemas(use: ToolUse) -> list[tuple[Tool, dict[str, Any]]]:
+def _schemas(use: ToolUse) -> list[tuple[Tool, Mapping[str, Any]]]:
     """The tools with the schemas that their arguments are held to."""
-    found = []
-    for tool in use.tools:
-        schema = tool.parameters if tool.parameters and (tool.strict or use.choice == "required") else _ANY_OBJECT
-        found.append((tool, {"x-guidance": _ONE_LINE, **schema}))
-    return found
+    must = use.choice == "required"
+    return [(t, t.parameters if t.parameters and (t.strict or must) else _ANY_OBJECT) for t in use.tools]
+
+
+def check_schemas(use: ToolUse, check: Callable[[StructuredOutput], None]) -> None:
+    """Check the schema of each tool by itself. Raises UsageError as `check` does, with the tool's name in it."""
+    for tool, schema in _schemas(use):
+        try:
+            check(StructuredOutput(json_schema=schema))
+        except UsageError as error:
+            raise UsageError(f"{STRUCTURED}: {tool.name}'s{str(error).partition(':')[2]}") from error
 
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) -> str:
-    """The expression of a call's parameters, for which rules are added. They come in the schema's order; where it
-    lists none, they may have any name."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        rules.append(_any_value(prefix))
-        return f'("<parameter=" NAME ">\\n" {prefix})*'
-    required = schema.get("required")
-    parts = []
-    for j, (name, of_value) in enumerate(properties.items()):
-        rule = f"{prefix}_{j}"
-        kinds = parameter_types(schema, name)
-        if kinds and "string" not in kinds and isinstance(of_value, Mapping):
-            definitions = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
-            rules.append(f'{rule}: %json {json.dumps({**definitions, **of_value})} "\\n</parameter>\\n"')
-        elif kinds == {"string"} and (texts := [t for t in listed_values(of_value) if isinstance(t, str)]):
-            words = " | ".join(map(_text, texts))
-            rules.append(f'{rule}: ({words}) "\\n</parameter>\\n"')
-        else:
-            rules.append(_any_value(rule))
-        part = f"{_text(f'<parameter={name}>{chr(10)}')} {rule}"
-        parts.append(part if isinstance(required, list) and name in required else f"({part})?")
+_END = _text(f"\n{END_OF_PARAMETER}\n")
+
+
+class _NotHeld(Exception):
+    """What of a schema the texts of parameters cannot be held to."""
+
+
+def _xml_parameters(schema: Mapping[str, Any]) -> str:
+    """The expression of a call's parameters. They come in the schema's order; where it lists none, they may have any
+    name. Raises _NotHeld."""
+    match [*alternatives(schema, schema, ())]:
+        case [{**arguments}]:
+            others = arguments.get("additionalProperties", True)
+            properties, wanted = arguments.get("properties", {}), arguments.get("required", [])
+        case _:
+            raise _NotHeld("a $ref that leads to no schema of an object")
+    if more := sorted(map(str, arguments.keys() - {"type", "properties", "required", "additionalProperties"})):
+        raise _NotHeld(", ".join(more))
+    if outside := re.search(r'"\$ref": ("(?!#/(\$defs|definitions)/)[^"]*")', json.dumps(schema)):
+        raise _NotHeld(f"the reference {outside[1]}, which is not to $defs or definitions")
+    if not isinstance(properties, Mapping) or not isinstance(wanted, list):
+        raise _NotHeld("properties that are no object, or required that is no list")
+    required = {name for name in wanted if isinstance(name, str)}
+    if nowhere := sorted(required - properties.keys()):
+        raise _NotHeld(f"{shown(nowhere[0])}, which it requires and does not describe")
+    if "properties" not in arguments and others is not False:
+        if others not in (True, {}):
+            raise _NotHeld("additionalProperties")
+        return '("<parameter=" NAME ">\\n" ANY)*'
+    parts, size = [], 0
+    for name, of_value in properties.items():
+        part = f"{_text(f'<parameter={name}>{chr(10)}')} {_xml_parameter(name, of_value, schema)}"
+        parts.append(part if name in required else f"({part})?")
+        if (size := size + len(part)) > MAX_CHARACTERS:  # definitions are repeated with every parameter
+            raise _NotHeld(f"its size, a grammar of more than {MAX_CHARACTERS} characters")
     return " ".join(parts)
 
 
-def _any_value(rule: str) -> str:
-    """The rule of that name for a parameter of any text, up to its end."""
-    return f"{rule}[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: /(?s:.*)/"
+def _xml_parameter(name: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The expression of a parameter's text and its end. Raises _NotHeld."""
+    if not re.fullmatch(r"[^<>\n]+", name):
+        raise _NotHeld(f"the name {shown(name)}, which must have a character, and no <, > or end of a line")
+    definitions = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
+    kinds = schema_types(schema, root)
+    if kinds and "string" not in kinds:
+        return f"%json {json.dumps({**definitions, **schema})} {_END}"
+    found = [*alternatives(schema, root, ("anyOf",))]
+    if not found or not all(isinstance(each, Mapping) for each in found):
+        raise _NotHeld(f"parameter {shown(name)}, which has no schema, or more than {MAX_ALTERNATIVES}")
+    if all(each.keys() <= {"type"} for each in found):
+        return "ANY"
+    texts = []
+    for each in found:
+        own, keys = schema_types(each, root), sorted(each.keys() - {"type"})
+        if own and "string" not in own:
+            texts.append(f"%json {json.dumps({**definitions, **each})}")
+        elif keys in (["enum"], ["const"]):
+            texts += [_listed(name, value, kinds) for value in listed_values(each)]
+        else:
+            raise _NotHeld(f"{', '.join(keys) or 'a choice of any text'} of parameter {shown(name)}")
+    return f"({' | '.join(texts)}) {_END}"
+
+
+def _listed(name: str, value: Any, kinds: set[str]) -> str:
+    """The expression of a listed value's text. Raises _NotHeld where that would be read as another value."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if json.loads(as_json(text, kinds)) != value or any(end in text for end in ENDS_OF_TEXT):
+        raise _NotHeld(f"the value {shown(value)} of parameter {shown(name)}, which would be read as another")
+    return _text(text)

@@ -33,7 +33,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     ids = await service.encode(text, "messages")
     answers = ChatAnswers(service, use, service.chat_format.thinking(ids))
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
-    await service.compile(params, given)
+    await service.compile(params, given, use)
     request_id = new_id("chatcmpl")
     submissions = [service.submit(request, ids, params, request_id, "messages")]
     kinds = ("chat.completion", "chat.completion.chunk")

@@ -28,7 +28,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     echo = given.get("echo", False)
     if echo:
         given["prompt_logprobs"] = given.get("logprobs")
-    params = cache(lambda room: service.params({"max_tokens": min(DEFAULT_MAX_TOKENS, room), **given}, room, {}))
+    params = cache(lambda room: service.params(given, room, {}, DEFAULT_MAX_TOKENS))
     calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
     await service.compile(calls[0][1], given)
     request_id = new_id("cmpl")
@@ -76,16 +76,21 @@ class _Choices:
         if output.logprobs is None:
             return None
         tokens: list[tuple[int, TokenLogprob | None]] = []
+        places: list[int] = []
         if index not in self._offsets:
-            self._offsets[index] = TextOffsets(self._texts, skip_special_tokens=self._skip_special_tokens)
+            codec, skip, echo = self._texts.codec, self._skip_special_tokens, ""
             if self._echo:
                 tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
+                places += map(TextOffsets(codec, skip_special_tokens=skip).next, part.prompt_token_ids)
+                echo = part.prompt or codec.decode(part.prompt_token_ids, skip_special_tokens=skip)
+            self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo))
         tokens += zip(output.token_ids, output.logprobs, strict=True)
+        places += map(self._offsets[index].next, output.token_ids)
         return {
             "tokens": [self._texts.of(token)[0] for token, _ in tokens],
             "token_logprobs": [None if t is None else json_logprob(t.logprob) for _, t in tokens],
             "top_logprobs": [None if t is None else self._top(t) for _, t in tokens],
-            "text_offset": [self._offsets[index].next(token) for token, _ in tokens],
+            "text_offset": places,
         }
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:

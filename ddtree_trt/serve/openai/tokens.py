@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import codecs
+import re
 from functools import lru_cache
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ddtree_trt.runtime.text.codec import INCOMPLETE, TextCodec
+from ddtree_trt.runtime.text.codec import INCOMPLETE, TextCodec, TextStream
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, where the tokenizer falls back to bytes
 
 
 class TokenTexts:
     """Text and bytes of each token of a vocabulary."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._added = frozenset(codec.tokenizer.added_tokens_decoder)
-        self._special = frozenset(codec.tokenizer.all_special_ids)
         backend = getattr(codec.tokenizer, "backend_tokenizer", None)
         byte_level = backend is not None and type(backend.decoder).__name__ == "ByteLevel"
         self._bytes_of = {c: b for b, c in bytes_to_unicode().items()} if byte_level else {}
@@ -27,37 +28,37 @@ class TokenTexts:
         "bytes:\\xe2\\x80". Bytes are None where the tokenizer does not give them."""
         raw = self._bytes(token)
         if raw is None:
-            return self._codec.decode([token], skip_special_tokens=False), None
+            return self._text(token), None
         try:
             return raw.decode(), raw
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
     def _bytes(self, token: int) -> bytes | None:
-        if self._bytes_of and token not in self._added:
-            spelled = self._codec.tokenizer.convert_ids_to_tokens(token)
-            if spelled is not None and all(c in self._bytes_of for c in spelled):
-                return bytes(self._bytes_of[c] for c in spelled)
-        text = self._codec.decode([token], skip_special_tokens=False)
-        return None if INCOMPLETE in text else text.encode()
+        spelled = self.codec.tokenizer.convert_ids_to_tokens(token) or ""
+        if self._bytes_of and token not in self._added and all(c in self._bytes_of for c in spelled):
+            return bytes(self._bytes_of[c] for c in spelled)
+        text = self._text(token)
+        if INCOMPLETE not in text:
+            return text.encode()
+        byte = _BYTE.fullmatch(spelled)
+        return bytes.fromhex(byte[1]) if byte else None
 
-    def is_special(self, token: int) -> bool:
-        return token in self._special
+    def _text(self, token: int) -> str:
+        """Behind another token: at a text's beginning, decoders may leave out a space."""
+        once, twice = (self.codec.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(once) :]
 
 
 class TextOffsets:
-    """Offsets, in characters, at which the tokens of one completion begin in its text."""
+    """Offsets, in characters, at which the tokens begin of a text that itself begins at `start`."""
 
-    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool) -> None:
-        self._texts = texts
-        self._skip_special_tokens = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
+    def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._stream = TextStream(codec, skip_special_tokens=skip_special_tokens)
+        self._start = start
 
     def next(self, token: int) -> int:
         """The offset of the next token; one that completes a character begins where the character does."""
-        start = self._offset
-        if not (self._skip_special_tokens and self._texts.is_special(token)):
-            text, raw = self._texts.of(token)
-            self._offset += len(text if raw is None else self._decoder.decode(raw))
-        return start
+        offset = self._start + len(self._stream.text)
+        self._stream.push([token])
+        return offset

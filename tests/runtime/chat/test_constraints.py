@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from engine_builds import PACKAGED
 
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
 from ddtree_trt.runtime.chat.constraints import bare_json, tagged_json, xml
 from ddtree_trt.runtime.chat.reader import Thinking, ToolFormat, read_message
@@ -113,6 +114,76 @@ def test_what_may_be_a_call(name: str) -> None:
         assert not allows(constraint, write(*call).removeprefix(constraint.after)), call
     loose = [{"type": "function", "function": {**t["function"], "strict": False}} for t in TOOLS]  # type: ignore[dict-item]
     assert make(read_use(loose, "auto", None), "possible") is None
+
+
+def strict(parameters: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
+
+
+NUMBER, LISTED = {"type": "integer", "title": "N"}, {"$ref": "#/$defs/unit", "description": "which"}
+NULL, TEXT = {"type": "null"}, {"type": "string"}
+HELD: list[tuple[dict[str, Any], list[Any], list[str]]] = [  # schema of a value, values, texts that are none
+    (VALUE, [3], ["x", "3x", '"3"']),
+    ({"allOf": [VALUE], "default": 3}, [3], ["x"]),
+    ({"anyOf": [VALUE, NULL]}, [3, None], ["x"]),
+    ({"type": "array", "items": VALUE}, [[1, 2]], ["[true]"]),
+    (LISTED, ["c", "3"], ["k", "c "]),
+    ({"anyOf": [LISTED, NULL, {"type": "boolean"}]}, ["c", None, True], ["k", "4"]),
+    ({"anyOf": [TEXT, NULL]}, ["x", None, "a</b>\n\n", ""], ["x</parameter>\n<parameter=v>\n3", "</function>"]),
+    ({}, ["x", ["y"], {"z": 3}], []),
+]
+
+
+@pytest.mark.parametrize(("of_value", "values", "others"), HELD)
+def test_xml_values_satisfy_their_schema(of_value: Any, values: list[Any], others: list[str]) -> None:
+    """References are followed, by the constraint and by who reads the call."""
+    defs = {"value": NUMBER, "unit": {"enum": ["c", "3"]}}
+    arguments = {"type": "object", "properties": {"v": of_value}, "required": ["v"]}
+    for schema in ({**arguments, "$defs": defs}, {"$ref": "#/$defs/all", "$defs": {**defs, "all": arguments}}):
+        use = read_use(strict(schema), "required", None)
+        constraint = xml(use, "never")
+        assert constraint is not None and not allows(constraint, coder("f", {}))
+        for value in values:
+            text = coder("f", {"v": value})
+            (call,) = read_message(text, "never", XmlCalls(use.schemas)).tool_calls
+            assert allows(constraint, text) and json.loads(call.arguments) == {"v": value}
+        assert not [text for text in others if allows(constraint, coder("f", {"v": text}))]
+
+
+NOT_HELD: list[tuple[dict[str, Any], str]] = [
+    *(({**TEXT, key: value}, key) for key, value in {"pattern": "^[0-9]+$", "minLength": 2, "format": "date"}.items()),
+    ({**TEXT, "allOf": [{"maxLength": 3}]}, "allOf"),
+    ({**LISTED, "maxLength": 3}, r"\$ref, maxLength"),
+    ({"$ref": "#/$defs/none"}, "parameter 'v', which has no schema"),
+    ({"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "a choice of any text"),
+    ({"enum": ["1", 2]}, "the value '1' of parameter 'v', which would be read as another"),
+    ({"anyOf": [TEXT] * 200}, "or more than 100"),
+    ({"type": "array", "items": {"$ref": "#"}}, 'the reference "#"'),
+]
+
+
+@pytest.mark.parametrize(("of_value", "message"), NOT_HELD, ids=[message for _, message in NOT_HELD])
+def test_what_xml_calls_cannot_be_held_to_is_refused(of_value: Any, message: str) -> None:
+    schema = {"properties": {"v": of_value}, "$defs": {"unit": {"enum": ["c"]}}}
+    with pytest.raises(UsageError, match=rf"tools: calls of f, .* because of .*{message}.*; leave that out, or"):
+        xml(read_use(strict(schema), None, None), "never")
+
+
+OF_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"x>y": TEXT}}, "the name 'x>y'"),
+    ({"properties": {}, "required": ["z"]}, "'z', which it requires and does not describe"),
+    ({"additionalProperties": TEXT}, "additionalProperties"),
+    ({"properties": {"v": {}}, "required": "v"}, "required that is no list"),
+    ({"properties": {"v": TEXT}, "minProperties": 1}, "minProperties"),
+    ({"properties": {str(i): {"enum": [i, "x" * 20_000]} for i in range(60)}}, "its size"),
+    ({"$ref": "#/$defs/none"}, r"a \$ref that leads to no schema"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), OF_ARGUMENTS, ids=[message for _, message in OF_ARGUMENTS])
+def test_arguments_that_xml_calls_cannot_be_held_to_are_refused(schema: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        xml(read_use(strict(schema), None, None), "never")
 
 
 def test_xml_values_of_other_schemas() -> None:
