@@ -29,7 +29,7 @@ from ddtree_trt.runtime.stats import ROUND_STAGES
 
 TOKENS = 60
 SLOTS = 3
-BYTES, OBJECTS = 256 << 10, 64  # of growth: what is kept of costs comes and goes, and libraries have caches
+BYTES, OBJECTS = 1 << 20, 48  # of growth: what is kept of costs comes and goes, and libraries have caches
 LEARN = Costs.learn  # before the fixture of all tests has rounds correct nothing
 
 
@@ -258,10 +258,11 @@ def test_nothing_grows_with_the_rounds(
             llm.generate(prompts[:1], greedy(**kind, max_tokens=8))
         tracemalloc.start()
         try:
-            (used, objects), (used_later, later) = play(rounds // 3), play(rounds)
+            (used, objects), (_, then), (used_later, later) = (play(rounds * part // 3) for part in (1, 2, 3))
         finally:
             tracemalloc.stop()
-    assert cached and used_later < used + BYTES and not {t: n for t, n in (later - objects).items() if n > OBJECTS}
+    grown = [{t for t, n in (b - a).items() if n > OBJECTS} for a, b in ((objects, then), (then, later))]
+    assert cached and used_later < used + BYTES and not grown[0] & grown[1], "what grows once is a library's cache"
     sizes: set[tuple[Any, ...]] = {("round", *shape) for shape in held.shapes.verifications()}
     sizes |= {("round draft", *shape) for shape in held.shapes.drafts()}
     assert replayed.keys() <= sizes and made["passes"] == sum(n for key, n in replayed.items() if key[0] == "round")

@@ -20,7 +20,7 @@ PACE, KNOWN = (
     1 / 4,
     2,
 )  # weight of a round in what all take at the moment, and rounds after which its kind has half of it
-KINDS = 1024  # of rounds, whose figures in the profile are kept
+KINDS = 256  # of rounds, whose figures in the profile are kept
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
 
