@@ -109,9 +109,7 @@ def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, 
 @has_llama_cpp
 def test_the_library_gives_the_engines_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random Llama target from one file, in both; and sequences that share its passes are as they are alone."""
-    monkeypatch.delitem(
-        sys.modules, "workbench.peers.llamacpp", raising=False
-    )  # others import it over a double
+    monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)  # others import it over a double
     sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
     target = make_target(tmp_path / "target", family=LLAMA, **sizes)
     drafter = make_drafter(tmp_path / "drafter", family=LLAMA, **sizes)
