@@ -3,13 +3,12 @@
     python -m workbench drafts ENGINE --prompts FILE.jsonl -o known.npz
     python -m workbench judge known.npz [more.npz …] [--machine h100,torch] [--slots 1,4,16,64] [--wrong 0.5]
 
-Needs no engine and reads no clock. Each line is a machine, a number of requests side by side, and a recording. Its
-figures are tokens a second over those of single tokens: of `auto`, of the chain, of every fixed budget, and for one
-request of hindsight, which knows in each round what every size would have had accepted. The last column is `auto` over
-the best of them but hindsight. `--wrong 0.5` begins with a profile in which drafts take half and trees twice what they
-do, 2 the other way round. `--busy 4` has rounds seem to take so much longer now and then, as where the machine does
-other work, which slows all of them down alike: figures count what they take without. With `--late` a round is decided
-before the one before it is read, and its size before its drafts are seen, as where rounds stay on a device.
+Reads no clock. A line is a machine, a number of requests side by side, and a recording. Its figures are tokens a
+second over those of single tokens: of `auto`, of the chain, of every fixed budget, and for one request of hindsight,
+which knows in each round what every size would have had accepted. The last column is `auto` over the best of them but
+hindsight. `--wrong 0.5`: a profile in which drafts take half and trees twice what they do. `--busy 4`: rounds seem to
+take so much longer now and then, as where other work slows all down alike; figures count what they take without.
+`--late`: a round is decided before the one before it is read, its size before its drafts are seen, as on a device.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from ddtree_trt.runtime.tree import DraftTree
 from workbench.drafts import Text, load
 from workbench.options import integers, print_row
 
-NODES, PAST = 64, 200
-STRETCH = 40  # rounds
+NODES, PAST, STRETCH = 64, 200, 40  # the last are rounds
 FIXED = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 PROFILED = (1, 2, 5, 17, 65)  # tree tokens
 
@@ -195,9 +193,7 @@ def hindsight(machine: Machine, texts: Sequence[Text]) -> float:
     return tokens / seconds
 
 
-def speeds(
-    machine: Machine, texts: Sequence[Text], slots: int, *, wrong: float = 1.0, late: bool = False, busy: float = 1.0
-) -> dict[str, float]:
+def speeds(machine: Machine, texts: Sequence[Text], slots: int, *, wrong: float = 1.0, **seen: Any) -> dict[str, float]:
     """Tokens per time over those of single tokens, of `auto` and its rivals."""
 
     def rate(make: Callable[[], Budget], **options: Any) -> float:
@@ -205,7 +201,7 @@ def speeds(
         return tokens / seconds
 
     shared = machine.budgets(slots, wrong)
-    found = {"auto": rate(lambda: AutoBudget(shared), late=late, busy=busy), "ar": rate(lambda: FixedBudget(0))}
+    found = {"auto": rate(lambda: AutoBudget(shared), **seen), "ar": rate(lambda: FixedBudget(0))}
     found["chain"] = rate(lambda: FixedBudget(NODES), width=1)
     for nodes in FIXED:
         found[str(nodes)] = rate(lambda nodes=nodes: FixedBudget(nodes))  # type: ignore[misc]
