@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ddtree_trt
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
@@ -108,7 +107,9 @@ def _checks(survey: Survey) -> Iterator[Check]:
         return Check(name, bool(versions), _listing(versions) or "not installed", use, install)
 
     try:
-        native, problem = str(getattr(ddtree_trt, "_native").__file__), ""  # noqa: B009
+        from ddtree_trt import _native
+
+        native, problem = str(_native.__file__), ""
     except MissingDependency as error:
         native, problem = "", str(error)
     use, install = "running any engine: trees and cache compaction in C++", f"{install_with()} (needs a C++17 compiler)"

@@ -205,9 +205,8 @@ class RequestMaker:
             levels = LEVELS if self._manifest.drafting.drafts == "levels" else None
             return FixedBudget(params.tree_budget, levels)
         fixed = method.default_budget(self._manifest.drafting)
-        if fixed is not None:
-            return FixedBudget(min(fixed, self._manifest.limits.max_tree_budget))
-        if method.draws and params.stochastic and params.seed is not None:
-            # With a seed the drafts that are drawn, and so the output, must depend neither on times nor on others.
-            return FixedBudget(min(SEEDED_DRAFT, self._manifest.limits.max_tree_budget))
-        return AutoBudget(self._budgets)
+        if fixed is None and method.draws and params.stochastic and params.seed is not None:
+            fixed = SEEDED_DRAFT  # what is drawn, and so the output, must depend neither on times nor on others
+        if fixed is None:
+            return AutoBudget(self._budgets)
+        return FixedBudget(min(fixed, self._manifest.limits.max_tree_budget))
