@@ -16,8 +16,8 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
-PACE = 1 / 4  # weight of a round of a well-known kind in what all take at the moment
-KNOWN = 2  # rounds of a kind after which it has half that weight
+PACE = 1 / 2  # weight of a round of a well-known kind in what all take at the moment
+KNOWN = 4  # rounds of a kind after which it has half that weight
 KINDS = 256  # of rounds, whose figures in the profile are kept
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
