@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import runpy
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -104,16 +106,17 @@ def test_chats_without_a_limit_end_at_the_servers(guarded: ThreadServer) -> None
     assert usage == usage | {"prompt_tokens": 2044, "completion_tokens": 4}, "the context is below it"
 
 
-def test_the_example_of_tools_is_as_shown(tiny_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The document's program, with the template that the project has for it."""
-    blocks = blocks_of(ROOT / "docs" / "serving.md")
-    (program,) = [b.text for b in blocks if b.language == "python" and "tool_choice" in b.text]
-    (shown,) = [b.text for b in blocks if "python tools.py" in b.text]
+def test_the_example_of_tools_is_as_shown(
+    tiny_engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the template that the project has for it."""
+    (shown,) = [b.text for b in blocks_of(ROOT / "docs" / "serving.md") if "examples/tools.py" in b.text]
     template = (ROOT / "examples" / "tools.jinja").read_text()
     with thread_server(tiny_engine, chat_template=template) as server:
         capsys.readouterr()  # the server's own line
-        exec(compile(program.replace("http://127.0.0.1:8000", server.url), "tools.py", "exec"), {})
-    assert capsys.readouterr().out == shown.partition("$ python tools.py\n")[2]
+        monkeypatch.setattr(sys, "argv", ["tools.py", server.url])
+        runpy.run_path(str(ROOT / "examples" / "tools.py"))
+    assert capsys.readouterr().out == shown.partition("$ python examples/tools.py\n")[2]
 
 
 # Values nobody should give, through every door: an answer, or a sentence that names the parameter. Which values a

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,8 @@ from triton_clients import ask, eventually, generate, generate_stream, idle, met
 from ddtree_trt import LLM, SamplingParams
 from tools.triton_server import TritonServer
 
-DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOYMENT = ROOT / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}
 SAMPLED = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 7}
 POLL_S = 0.01
@@ -90,7 +93,11 @@ def curl_lines(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def test_the_documents_examples_run(
-    server: TritonServer, repository: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+    server: TritonServer,
+    repository: Path,
+    llm: LLM,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents = [DEPLOYMENT, repository / "tiny" / "README.md", repository / "tiny-vllm" / "README.md"]
     lines = [line for document in documents for line in curl_lines(document)]
@@ -100,6 +107,6 @@ def test_the_documents_examples_run(
     for model, verb, body in lines:
         responses = [generate(server, model, body)[1]] if verb == "generate" else generate_stream(server, model, body)
         assert text(responses).removeprefix(prompt) == truth
-    (program,) = re.findall(r"^```python\n(.*?)^```$", DEPLOYMENT.read_text(), re.MULTILINE | re.DOTALL)
-    exec(program.replace("localhost:8001", server.grpc), {})
+    monkeypatch.setattr(sys, "argv", ["triton_stream.py", server.grpc])
+    runpy.run_path(str(ROOT / "examples" / "triton_stream.py"))
     assert capsys.readouterr().out.startswith(f"{truth}\nacceptance rate ")
