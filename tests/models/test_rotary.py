@@ -1,7 +1,5 @@
 """Frequencies of rotary embedding, plain and scaled, beside transformers' own, from the same config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

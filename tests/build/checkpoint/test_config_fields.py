@@ -1,7 +1,5 @@
 """Configurations people publish: those of the presets' models are read, those of other drafters refused by a field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -179,7 +177,7 @@ OTHER_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"bits": 4}}, "quantization_config is set and not ModelOpt's"),
     ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_attention"),
     ({"num_key_value_heads": None}, "has no num_key_value_heads"),
-    ({"num_key_value_heads": 3}, "num_attention_heads 32 is not a multiple of num_key_value_heads 3"),
+    ({"num_key_value_heads": 3}, "num_heads 32 is not a multiple of num_kv_heads 3"),
     ({"head_dim": 24}, "head_dim is 24, it must be a multiple of 16"),
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 36"),
     ({"rope_parameters": {"rope_theta": 5e5}}, "which is it"),

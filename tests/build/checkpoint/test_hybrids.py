@@ -1,7 +1,5 @@
 """Hybrids: what is read of their configurations and tensors, and what is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -141,23 +139,6 @@ def test_experts_that_are_stored_apart(tmp_path: Path) -> None:
     apart = load_checkpoint(path)
     assert apart.dims.experts is not None and not apart.dims.experts.stacked
     assert len(apart.tensors) > len(stacked.tensors)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attn_output_gate": False}, "attn_output_gate is false, which is not implemented; only true is"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types is 'sliding_attention', which is not implemented"),
-        ({"linear_num_value_heads": 3}, "value_heads 3 is not a multiple of key_heads 2"),
-        ({"linear_key_head_dim": 24}, "linear_key_head_dim is 24, it must be a multiple of 16"),
-        ({"partial_rotary_factor": 0.19}, "rotates 3 of 16 elements, no even number"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25, but 0.5 in the file"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "layers are quantised, which"),
-        ({"hc_count": 4}, "hc_count is 4, which is not implemented"),
-    ],
-)  # fmt: skip
-def test_another_arithmetic_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    assert message in refusal(make_target(tmp_path, family=QWEN3_5, config=changes))
 
 
 def test_a_hybrid_is_no_drafter(tmp_path: Path) -> None:
