@@ -1,8 +1,6 @@
 """Build an engine directory from a request: everything that can be refused is refused before any work. Or say what it
 would take in memory, from both networks' configuration alone."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Scalings of rotary embedding: their types, the numbers each needs, and what of them contradicts itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

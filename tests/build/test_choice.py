@@ -1,7 +1,5 @@
 """`--backend auto`, over a table of machines: what it takes, and what it says of the better one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a build writes: the manifest's facts, weights stored once and exactly, the same bytes every time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reading checkpoints: every storage form gives the same numbers; what cannot work is refused by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
