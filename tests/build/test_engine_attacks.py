@@ -214,12 +214,9 @@ def test_code_that_comes_with_a_checkpoint_never_runs(pair: tuple[Path, Path], t
 
 
 # Files made wrong at random: each is built and loaded right, or refused in one line. Right means: where the numbers of
-# a network are those of the untouched pair, so are the bytes of its graphs; where they are others, the engine runs. A
-# manifest changes nothing of what the graphs compute
+# a network are those of the untouched pair, so are the bytes of its graphs; where they are others, the engine runs
 
 
-Case = Callable[["Whole", Path, random.Random], bool]
-CASES = [12, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 FILES = (
     *(f"target/{n}.json" for n in ("config", "generation_config", "tokenizer", "tokenizer_config", "hf_quant_config")),
@@ -228,17 +225,9 @@ FILES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """The untouched pair and its engine."""
-
-    pair: Path
-    engine: Path
-    said: list[list[int]]  # what the engine says to PROMPT
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The untouched pair, and its engine."""
     pair = tmp_path_factory.mktemp("whole")
     target = make_target(pair / "target", shards=2)
     make_drafter(pair / "drafter")
@@ -247,15 +236,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     (target / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None, "group_size": 16}}))
     (target / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     compile_engine(request(pair, pair / "engine"))
-    return Whole(pair, pair / "engine", says(pair / "engine"))
+    return pair
 
 
 def request(pair: Path, output: Path) -> BuildRequest:
     return BuildRequest(target="mine", checkpoint=pair / "target", drafter=pair / "drafter", output=output, max_batch=2)
 
 
-def says(directory: Path) -> list[list[int]]:
-    """What the engine's networks make of PROMPT: the target's choices, the drafter's best candidates."""
+def runs(directory: Path) -> bool:
+    """Whether the engine's networks make something of PROMPT."""
     with closing(open_engine(directory, threads=1)) as engine:
         TextCodec(directory, engine.manifest.chat_template_args).encode("t5 t6")
         limits, slot = engine.manifest.limits, engine.manifest.limits.max_batch - 1
@@ -263,7 +252,7 @@ def says(directory: Path) -> list[list[int]]:
         choices = engine.prefill(slot, prompt, rows="all", taps=True).choices
         ask = DraftRequest(slot, 7, 2, 3, lambda p, ids, _: DrawnFrom(int(ids[0]), ids, p.astype(np.float64)))
         (draft,) = engine.draft([ask])
-        return [choices.tolist(), marginals(draft).token_ids[:, 0].tolist()]
+        return bool(len(choices) and len(marginals(draft).token_ids))
 
 
 def refused(work: Callable[[], object]) -> bool:
@@ -282,69 +271,36 @@ def replace(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def one_build(whole: Whole, folder: Path, rng: random.Random) -> bool:
+def one_build(whole: Path, folder: Path, rng: random.Random) -> bool:
     """Whether a pair with one file made wrong was built; then it is right."""
     pair = folder / "pair"
     for part in ("target", "drafter"):
-        linked_copy(whole.pair / part, pair / part)
+        linked_copy(whole / part, pair / part)
     name = rng.choice(FILES)
     change = mutate_weights if name.endswith(".safetensors") else lambda data, rng: mutate_json(data.decode(), rng)
-    replace(pair / name, change((whole.pair / name).read_bytes(), rng))
+    replace(pair / name, change((whole / name).read_bytes(), rng))
     refused(lambda: dry_run(request(pair, folder / "none")).to_dict())
     if refused(lambda: compile_engine(request(pair, folder / "engine"))):
         assert not (folder / "engine").exists()
         return False
     manifest = load_manifest(folder / "engine")
-    reference, numbers = load_manifest(whole.engine), ("target_dims", "drafter_dims", "limits")
+    reference, numbers = load_manifest(whole / "engine"), ("target_dims", "drafter_dims", "limits")
     unchanged = all(getattr(manifest, n) == getattr(reference, n) for n in numbers)
     if name.endswith(".json") and unchanged:
         for same in (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS):
             assert manifest.files[same] == reference.files[same]
-    assert all(says(folder / "engine"))
+    assert runs(folder / "engine")
     return True
 
 
-def one_manifest(whole: Whole, folder: Path, rng: random.Random) -> bool:
-    """Whether an engine with another manifest, its digest right, was loaded; then it says the same."""
-    engine = linked_copy(whole.engine, folder / "engine")
-    text = mutate_json((whole.engine / MANIFEST).read_text(), rng)
-    try:
-        body = json.loads(text)
-        body.pop("digest", None)
-        text = json.dumps({**body, "digest": _body_digest(body)}).encode()
-    except (ValueError, RecursionError, AttributeError, TypeError):
-        pass  # nothing a digest could be right for
-    replace(engine / MANIFEST, text)
-
-    def read() -> None:
-        inspected = inspect_engine(engine)
-        json.dumps(inspected.to_dict())
-        terminal.print_engine(inspected)
-        assert [part[: len(PROMPT)] for part in says(engine)] == whole.said
-
-    return not refused(read)
-
-
-def run_cases(case: Case, whole: Whole, folder: Path, count: int) -> int:
-    """How many of the cases were accepted."""
+@pytest.mark.parametrize("count", [12, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+def test_files_made_wrong_at_random(whole: Path, tmp_path: Path, count: int) -> None:
     accepted = 0
     for i in range(count):
-        place = folder / "case"
+        place = tmp_path / "case"
         try:
-            accepted += case(whole, place, random.Random(i))
+            accepted += one_build(whole, place, random.Random(i))
         except BaseException as error:
-            raise AssertionError(f"case {i} of {case}") from error
+            raise AssertionError(f"case {i}") from error
         shutil.rmtree(place, ignore_errors=True)
-    return accepted
-
-
-@pytest.mark.parametrize("count", CASES)
-def test_checkpoints(whole: Whole, tmp_path: Path, count: int) -> None:
-    assert 0 < run_cases(one_build, whole, tmp_path, count) < count
-
-
-@pytest.mark.parametrize("count", CASES)
-def test_manifests(whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
-    assert run_cases(one_manifest, whole, tmp_path, count) < count
-    shown = capsys.readouterr().out
-    assert all(line.isprintable() for line in shown.splitlines()) and "\x1b" not in shown
+    assert 0 < accepted < count

@@ -165,8 +165,8 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
         share = family.defaults[ROTARY_SHARE] if share is None else share
         sizes["rotary_dim"] = rotated = int(size * share)
         if rotated < 2 or rotated % 2:
-            problem = f"{ROTARY_SHARE} {share} rotates {rotated} of {size} elements, no even number"
-            raise fields.source.fault(problem)
+            words = f"rotates {rotated} of {size} elements, no even number"
+            raise fields.source.fault(f"{ROTARY_SHARE} {share} {words}")
         sizes["delta"] = _delta_net(fields, family, sizes["num_layers"])
     experts = _experts(fields, family) if family.experts else None
     dims = TransformerDims(**sizes | family.switches, rope_scaling=scaling, experts=experts)

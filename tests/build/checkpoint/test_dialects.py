@@ -87,15 +87,16 @@ DIALECTS: Mapping[str, dict[str, Any]] = {
         "DSpark", sample_from_anchor=True, draft_vocab_size=VOCABULARY, markov_rank=0, markov_head_type="vanilla"
     ),
 }
-_WITH_TABLES = {"deepspec": 96, "speculators-dflash": 96, "speculators-dspark": VOCABULARY}  # → rows of the head
+_WITH_TABLES = ("deepspec", "speculators-dflash", "speculators-dspark")
 
 
 def weights_of(name: str) -> dict[str, np.ndarray]:
     """Random tensors under the names of the dialect, with every tensor that some of them have beside those in use."""
-    own: dict[str, Any] = {"own_embedding": True, "own_head": True} if name in _WITH_TABLES else {}
-    smaller = {"draft_vocab_size": VOCABULARY} if _WITH_TABLES.get(name) == VOCABULARY else {}
+    own = OWN if name in _WITH_TABLES else {}
+    smaller = {"draft_vocab_size": VOCABULARY} if name == "speculators-dspark" else {}
     shape = {**vars(TARGET_DIMS), "num_layers": 2, "block_size": 6, "mask_token_id": 95, "tap_layers": tuple(_TAPS)}
-    weights = drafter_weights(DFlashDims(**shape, num_target_layers=3, **own, **smaller), seed=7)
+    fields: dict[str, Any] = {**shape, "num_target_layers": 3, **own, **smaller}
+    weights = drafter_weights(DFlashDims(**fields), seed=7)
     return {**weights, "t2d": np.zeros(96, np.float32)} if smaller else weights
 
 
