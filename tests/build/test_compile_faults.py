@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from build_faults import OldEngine, assert_refused, build_args
-from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target, random_weights, write_safetensors
+from checkpoints import TARGET_DIMS, make_drafter, make_pair, make_target, random_weights, write_safetensors
 from command_line import Cli
 from gguf_files import make_gguf
 
@@ -65,10 +65,6 @@ def not_finite(target: Path) -> None:
         (
             lambda t, d: os.truncate(d / "model.safetensors", 9000),
             ["the file is damaged or cut short, fetch the checkpoint again"],
-        ),
-        (
-            lambda t, d: edit_json(t / "config.json", model_type="mixtral_moe"),
-            ["mixtral_moe", "mixture of experts is not supported"],
         ),
     ],
 )

@@ -1,6 +1,5 @@
 """What builds and engines withstand: edited manifests, links and paths that lead elsewhere."""
 
-import dataclasses
 import json
 import os
 import random
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from checkpoints import edit_json, make_drafter, make_target
 from drafts import marginals
@@ -23,7 +21,6 @@ from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEI
 from ddtree_trt.artifact.manifest import _body_digest, load_manifest
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
-from ddtree_trt.build.directory import describe_files
 from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.runtime import core
@@ -161,30 +158,6 @@ def test_links_in_an_engine_are_only_as_good_as_what_they_lead_to(engine: Path, 
     weights.unlink()
     os.mkfifo(weights)  # nobody will ever write to it
     assert f"{WEIGHTS} is missing" in refusal(engine)
-
-
-@pytest.mark.parametrize(
-    ("graph", "escape"),
-    [(TARGET_GRAPH, "../outside.bin"), (DRAFTER_GRAPH, "{absolute}"), (TARGET_GRAPH, "link.bin")],
-)
-def test_external_data_stays_in_the_engine(engine: Path, tmp_path: Path, graph: str, escape: str) -> None:
-    """A graph whose weights lie elsewhere, its digests right: the runtime reads nothing outside."""
-    outside = engine.parent / "outside.bin"
-    outside.write_bytes((engine / WEIGHTS).read_bytes())
-    location = escape.format(absolute=outside)
-    if location == "link.bin":
-        (engine / location).symlink_to(outside)
-    model = onnx.load(str(engine / graph), load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            entry.value = location if entry.key == "location" else entry.value
-    onnx.save(model, str(engine / graph))
-    manifest = load_manifest(engine)
-    files = {name: entry for name, entry in describe_files(engine).items() if name != "link.bin"}
-    (engine / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
-    with pytest.raises(ArtifactError, match="cannot load") as caught:
-        open_engine(engine)
-    assert "\n" not in str(caught.value)
 
 
 def test_no_file_is_opened_before_all_are_verified(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
