@@ -41,12 +41,6 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def scaling_entries(scaling: RopeScaling) -> dict[str, object]:
-    """What `rope_scaling` of a config.json says."""
-    used = ("rope_type", *SCALINGS[scaling.rope_type])
-    return {name: getattr(scaling, name) for name in used}
-
-
 def contradiction(theta: float, scaling: RopeScaling | None) -> str | None:
     """What in a scaling cannot be true together, or None: each field is right by itself."""
     if scaling is None:

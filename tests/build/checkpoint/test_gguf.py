@@ -87,10 +87,8 @@ def test_types_of_large_blocks(tmp_path: Path) -> None:
         blocks = rng.integers(0, 256, (len(values), values.shape[1] // block, size), np.uint8)
         for place in (0, 2):  # float16, must be finite
             blocks[..., place : place + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-        drawn[name] = blocks.reshape(len(values), -1)
-    read = load_checkpoint(
-        make_gguf(directory, tmp_path / "model.gguf", raw={n: (d, "Q4_K") for n, d in drawn.items()})
-    )
+        drawn[name] = blocks.reshape(len(values), -1), "Q4_K"
+    read = load_checkpoint(make_gguf(directory, tmp_path / "model.gguf", raw=drawn))
     for name in read.shapes:
         if gguf_name(name) in drawn:
             expected = gguf.dequantize(drawn[gguf_name(name)][0], number)
