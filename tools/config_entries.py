@@ -14,14 +14,17 @@ from ddtree_trt.models.families import (
     SHARED_EXPERT,
     Family,
 )
-from ddtree_trt.models.rope_scaling import scaling_entries
+from ddtree_trt.models.rope_scaling import SCALINGS
 
 
 def of_family(family: Family, dims: TransformerDims) -> dict[str, object]:
     """Those that a network of the family has as a target and as a drafter."""
     sizes = {name: getattr(dims, field) for field, name in family.names.items()}
     plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
-    scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
+    rope, scaling = dims.rope_scaling, {}
+    if rope:
+        used = ("rope_type", *SCALINGS[rope.rope_type])
+        scaling = {"rope_scaling": {name: getattr(rope, name) for name in used}}
     mixture = {name: getattr(dims.experts, field) for field, name in EXPERT_NAMES.items()} if dims.experts else {}
     mixture |= {SHARED_EXPERT: dims.experts.shared} if dims.experts and dims.experts.shared else {}
     return {"model_type": family.model_type, **sizes, **plain, **scaling, **mixture, **_of_delta(dims)}

@@ -1,7 +1,5 @@
 """The backends, each stated once: who reads a backend's name asks this record for what it means."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The example prompts that an engine ships, and what its model knows where that is little."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

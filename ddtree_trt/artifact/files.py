@@ -1,8 +1,6 @@
 """The files of an engine directory: their names, their digests, where engines are found, and writing files whole or not
 at all."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -3,8 +3,6 @@
 The JSON also has `digest`, a sha256 over all its other fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.artifact.backends import BACKENDS, BackendName
-from ddtree_trt.artifact.files import ENGINES, EXPORT, HUB_ID, MANIFEST, NAME
+from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
@@ -203,14 +201,9 @@ def _no_engine(given: Path) -> str:
     name = shlex.quote(str(given))
     build = f"ddtree-trt build --checkpoint {name} --drafter DRAFTER"
     if (given / "config.json").is_file() or (given.suffix == ".gguf" and given.is_file()):
-        return f"{given} is a checkpoint, and an engine directory is expected; build one of it with: {build}"
-    if ((model := given.absolute().parent.parent) / EXPORT).is_file():
-        again = f"export-triton ENGINE_DIR {shlex.quote(str(model.parent))} --model-name {model.name} --force"
-        return f"the exported model {model} has lost its engine's {MANIFEST}; export it again with: ddtree-trt {again}"
+        return f"{given} is a checkpoint, not an engine directory; build one of it with: {build}"
     if given.exists():
-        what = f"not an engine directory: it has no {MANIFEST}" if given.is_dir() else "a file"
-        what += "" if given.is_dir() else ", and an engine directory is expected"
-        return f"{given} is {what}; give one that ddtree-trt build wrote"
+        return f"{given} is not an engine directory: it has no {MANIFEST}; give one that ddtree-trt build wrote"
     advice = f"one there with: ddtree-trt build --target tiny --output {name}"
     if given.parent == ENGINES and re.fullmatch(NAME.expression, given.name):
         advice = f"one with: ddtree-trt build --target {given.name}"

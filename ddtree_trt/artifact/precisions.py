@@ -1,7 +1,5 @@
 """The precisions an engine can be built in, stated once: their types and sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

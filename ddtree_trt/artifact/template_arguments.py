@@ -3,8 +3,6 @@
 A build takes them for all chats, a request for its own. Templates are parsed here and never run.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The `safetensors` library checks a header; tensors are mapped by their place in 
 tensor, can be read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ is int32, W the words of a mask row, and what is float32 [..., H] or in a cache 
 group of names is theirs only. Which of them a graph has is said by the manifest: native attention has no slot ids.
 """
 
-from __future__ import annotations
-
 TOKEN_IDS = "token_ids"  # int64 [N, T]
 SLOTS = "slots"  # int64 [N, 5]: of each sequence the slot, its committed rows, and rows: contexts, nodes done, nodes
 PARENTS = "parents"  # int32 [P]: of all sequences' nodes, each counted from 0; −1 at a root

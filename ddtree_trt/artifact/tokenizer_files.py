@@ -1,7 +1,5 @@
 """The tokenizer's files, loaded by one function in `build` and runtime: what one accepts the other can use."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

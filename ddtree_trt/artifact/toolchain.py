@@ -1,7 +1,5 @@
 """Versions of the packages that compile engines."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from importlib import metadata
 

@@ -6,8 +6,6 @@ names the same digest: whatever rewrites a file moves its ctime, which no progra
 Bits that decay on a disk are found by `verify_files`, which `ddtree-trt inspect` calls.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from contextlib import suppress

@@ -4,8 +4,6 @@ Each is one part of an architecture: tensors of a checkpoint joined along their 
 one after another.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The backend and the precision of a build; `auto` means the best that this machine can build, and run, a pair with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,6 @@
 """Build an engine directory from a request: everything that can be refused is refused before any work. Or say what it
 would take in memory, from both networks' configuration alone."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time
@@ -213,13 +211,9 @@ def _limits(
     wanted = request.max_seq_len
     if wanted is not None and wanted > positions:
         raise UsageError(f"--max-seq-len {wanted} is more than the {positions} positions {model} was made for")
-    limits = replace(
-        defaults,
-        max_seq_len=wanted or min(defaults.max_seq_len, positions),
-        max_batch=request.max_batch or defaults.max_batch,
-        max_tree_budget=request.max_tree_budget or defaults.max_tree_budget,
-        snapshot_every=request.snapshot_every or defaults.snapshot_every,
-    )
+    given = {name: vars(request)[name] for name in ("max_batch", "max_tree_budget", "snapshot_every")}
+    given = {name: value for name, value in given.items() if value}
+    limits = replace(defaults, max_seq_len=wanted or min(defaults.max_seq_len, positions), **given)
     if limits.snapshot_every and pair.target.dims.delta is None:
         raise UsageError("--snapshot-every keeps states of hybrids, and this target has none; leave it out")
     block = kind_of(pair.drafter.dims).block_size or 1

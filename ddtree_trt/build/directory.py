@@ -1,7 +1,5 @@
 """Writing a directory so that it appears whole or not at all, whatever happens to the process in between."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

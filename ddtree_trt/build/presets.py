@@ -1,7 +1,5 @@
 """The pairs that can be built by name. Data only; tests check all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

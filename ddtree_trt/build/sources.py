@@ -1,7 +1,5 @@
 """Where a checkpoint comes from, and finding it: a path, the Hugging Face hub, this package, or another one."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys
@@ -13,6 +11,7 @@ from pathlib import Path
 from ddtree_trt.artifact.files import HUB_ID
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
 from ddtree_trt.errors import CheckpointError, MissingDependency
+from ddtree_trt.reading import printable
 
 # Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")
@@ -142,7 +141,7 @@ def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> L
 
 def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
     """The local snapshot of a hub repository, with progress bars on a terminal; the directory's name is the commit."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -152,16 +151,9 @@ def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
             source.repository, revision=source.revision, allow_patterns=list(patterns), ignore_patterns=_UNUSED
         )
     except Exception as error:  # network, proxy, disk, access: the hub's errors have no common base
-        reason = (str(error).strip().splitlines() or [""])[0]
+        # Their texts say what to do: accept the terms of a gated repository, log in, connect, or check the name.
+        reason = printable(" ".join(str(error).split()))[:600]
         name = f"{source.repository}, which is no path here," if source.typed else source.repository
-        log_in = "log in with: hf auth login"
-        advice = {  # the first is one of the second
-            errors.GatedRepoError: f"accept its terms on https://huggingface.co/{source.repository} and {log_in}; or ",
-            errors.RepositoryNotFoundError: f"check the name, and if the repository is private {log_in}; or ",
-            errors.RevisionNotFoundError: f"it has no branch, tag or commit {source.revision!r}; or ",
-            errors.LocalEntryNotFoundError: "connect to the hub, which is needed once; or ",
-        }
-        first = next((words for kind, words in advice.items() if isinstance(error, kind)), "")
         problem = f"cannot download {name} ({type(error).__name__}: {reason})"
-        raise CheckpointError(f"{problem}; {first}to use a local copy give {option} DIR") from error
+        raise CheckpointError(f"{problem}; to use a local copy give {option} DIR") from error
     return Path(snapshot)

@@ -5,8 +5,6 @@ layers have a gated delta net in attention's place. Families differ in the field
 lists them. Projections are [out, in], as in the checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -33,11 +31,6 @@ class Experts:
     normalised: bool  # the weights of a token's experts are divided by their sum
     shared: Annotated[int, SHARED] = 0  # width of the shared expert; 0: there is none
     stacked: bool = False  # checkpoints have all experts in one tensor
-
-    def contradiction(self) -> str | None:
-        """What cannot be true together, or None: each field is right by itself."""
-        problem = f"per_token {self.per_token} is more than the count {self.count}"
-        return problem if self.per_token > self.count else None
 
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
@@ -136,8 +129,8 @@ class TransformerDims:
             return f"rotary_dim {self.rotated} is not an even number up to head_dim {self.head_dim}"
         if problem := contradiction(self.rope_theta, self.rope_scaling):
             return f"rope_scaling: {problem}"
-        if self.experts and (problem := self.experts.contradiction()):
-            return f"experts: {problem}"
+        if self.experts and self.experts.per_token > self.experts.count:
+            return f"experts: per_token {self.experts.per_token} is more than the count {self.experts.count}"
         if self.delta and (problem := self.delta.contradiction(self.num_layers)):
             return f"delta: {problem}"
         return None

@@ -6,8 +6,6 @@ and q is scaled by Dk^−½. Queries, keys and values pass through a causal conv
 o through a norm gated by silu(z) behind. In a tree a row's state, and its inputs of the convolution, are its parent's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

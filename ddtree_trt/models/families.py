@@ -4,8 +4,6 @@ A family is one entry of `FAMILIES`; nothing else names it. What sets it apart f
 `TransformerDims` carries to the graphs, to the engine's manifest and to the runtime.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Scalings of rotary embedding: their types, the numbers each needs, and what of them contradicts itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,12 +39,6 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
 }
-
-
-def scaling_entries(scaling: RopeScaling) -> dict[str, object]:
-    """What `rope_scaling` of a config.json says."""
-    used = ("rope_type", *SCALINGS[scaling.rope_type])
-    return {name: getattr(scaling, name) for name in used}
 
 
 def contradiction(theta: float, scaling: RopeScaling | None) -> str | None:

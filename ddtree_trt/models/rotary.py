@@ -1,7 +1,5 @@
 """Rotary embedding: frequencies, and the cosines and sines that every backend rotates queries and keys by."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

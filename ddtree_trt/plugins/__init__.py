@@ -6,8 +6,6 @@ numbers; `ABI` changes with them. `library.py` finds the native libraries.
 N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 ABI = 5  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h

@@ -7,8 +7,6 @@ Each contains its ABI number as text, so that a stale one is refused before any 
 - the torch operators, for `torch.ops.load_library`: `find(TORCH)`.
 """
 
-from __future__ import annotations
-
 import mmap
 import re
 from importlib.util import find_spec

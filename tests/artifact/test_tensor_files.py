@@ -1,7 +1,5 @@
 """safetensors files: what is written is read, by the library too, and what cannot be right is refused in one line."""
 
-from __future__ import annotations
-
 import random
 import struct
 from itertools import pairwise

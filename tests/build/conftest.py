@@ -1,7 +1,5 @@
 """A pair of checkpoints, its engine, and one that a fault must leave as it was."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

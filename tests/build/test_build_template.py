@@ -1,7 +1,5 @@
 """Arguments of a chat template: from the command line into the manifest, and into every prompt."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`--backend auto`, over a table of machines: what it takes, and what it says of the better one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -65,37 +63,27 @@ def machine(description: str) -> Survey:
     return dataclasses.replace(survey, versions=versions)
 
 
-@pytest.mark.parametrize(
-    ("description", "backend", "words"),
-    [
-        ("", "onnxruntime", "no NVIDIA GPU is visible; an engine for a GPU needs one, and its driver 580 or newer"),
-        ("trt rtx torch kernels", "onnxruntime", "no NVIDIA GPU is visible"),
-        ("h200 trt", "tensorrt", "TensorRT 11.4.0.106 and the NVIDIA H200 (compute capability 9.0)"),
-        ("h200 trt rtx torch kernels", "tensorrt", "TensorRT 11.4.0.106"),
-        ("h200 torch kernels", "torch", "(compute capability 9.0); for tensorrt: tensorrt is not installed"),
-        ("h200 torch", "onnxruntime", "for tensorrt: tensorrt is not installed"),
-        ("h200 oldtrt", "onnxruntime", "for tensorrt: TensorRT must be 11.1 or newer below 12, not 10.13.0"),
-        ("h200 trt broken", "onnxruntime", "for tensorrt: tensorrt cannot be imported (libnvinfer.so.11: cannot open"),
-        ("h200 trt driver550", "onnxruntime", "driver must be 580 or newer, and this one is for CUDA 12.4"),
-        ("h200 trt nodriver", "onnxruntime", "and libcuda.so.1 is not found"),
-        ("rtx4090", "onnxruntime", "run in a checkout of ddtree-trt: pip install --editable '.[tensorrt-rtx]'"),
-        ("rtx4090 rtx", "tensorrt-rtx", "for RTX 1.7.1 and the NVIDIA GeForce RTX 4090 (compute capability 8.9)"),
-        ("rtx4090 nocuda", "onnxruntime", "for tensorrt-rtx: cuda.bindings.runtime is not installed"),
-        ("rtx4090 trt rtx", "tensorrt", "TensorRT 11.4.0.106"),
-        ("rtx4090 torch kernels", "torch", "for tensorrt-rtx: tensorrt_rtx is not installed"),
-        ("rtx4090 oldrtx", "onnxruntime", "for tensorrt-rtx: TensorRT for RTX must be 1.7 or newer below 2, not 1.6.0"),
-        ("t4 trt rtx", "onnxruntime", "for tensorrt: the GPU's compute capability must be 8.0 or newer, not 7.5"),
-        ("gtx1080 trt rtx torch kernels", "onnxruntime", "compute capability must be 8.0 or newer, not 6.1"),
-        ("nameless trt", "onnxruntime", "for tensorrt: the GPU's compute capability must be known: install nvidia-smi"),
-    ],
-)
-def test_machines(description: str, backend: BackendName, words: str) -> None:
-    choice = choose_backend(machine(description))
-    assert choice.backend == backend
-    assert choice.reason.startswith(f"backend {backend}: ") and words in choice.reason
-    assert "\n" not in choice.reason
-    if backend == "tensorrt" or words.startswith("for RTX"):
-        assert "; for " not in choice.reason  # there is no better one
+MACHINES: list[tuple[str, BackendName, str]] = [
+    ("", "onnxruntime", "no NVIDIA GPU is visible; an engine for a GPU needs one, and its driver 580 or newer"),
+    ("trt rtx torch kernels", "onnxruntime", "no NVIDIA GPU is visible"),
+    ("h200 trt", "tensorrt", "TensorRT 11.4.0.106 and the NVIDIA H200 (compute capability 9.0)"),
+    ("h200 trt rtx torch kernels", "tensorrt", "TensorRT 11.4.0.106"),
+    ("h200 torch kernels", "torch", "(compute capability 9.0); for tensorrt: tensorrt is not installed"),
+    ("h200 torch", "onnxruntime", "for tensorrt: tensorrt is not installed"),
+    ("h200 oldtrt", "onnxruntime", "for tensorrt: TensorRT must be 11.1 or newer below 12, not 10.13.0"),
+    ("h200 trt broken", "onnxruntime", "for tensorrt: tensorrt cannot be imported (libnvinfer.so.11: cannot open"),
+    ("h200 trt driver550", "onnxruntime", "driver must be 580 or newer, and this one is for CUDA 12.4"),
+    ("h200 trt nodriver", "onnxruntime", "and libcuda.so.1 is not found"),
+    ("rtx4090", "onnxruntime", "run in a checkout of ddtree-trt: pip install --editable '.[tensorrt-rtx]'"),
+    ("rtx4090 rtx", "tensorrt-rtx", "for RTX 1.7.1 and the NVIDIA GeForce RTX 4090 (compute capability 8.9)"),
+    ("rtx4090 nocuda", "onnxruntime", "for tensorrt-rtx: cuda.bindings.runtime is not installed"),
+    ("rtx4090 trt rtx", "tensorrt", "TensorRT 11.4.0.106"),
+    ("rtx4090 torch kernels", "torch", "for tensorrt-rtx: tensorrt_rtx is not installed"),
+    ("rtx4090 oldrtx", "onnxruntime", "for tensorrt-rtx: TensorRT for RTX must be 1.7 or newer below 2, not 1.6.0"),
+    ("t4 trt rtx", "onnxruntime", "for tensorrt: the GPU's compute capability must be 8.0 or newer, not 7.5"),
+    ("gtx1080 trt rtx torch kernels", "onnxruntime", "compute capability must be 8.0 or newer, not 6.1"),
+    ("nameless trt", "onnxruntime", "for tensorrt: the GPU's compute capability must be known: install nvidia-smi"),
+]
 
 
 def outline(layers: int, hidden: int, head_dim: int = 128, quantization: Quantization | None = None) -> Pair:
@@ -115,6 +103,7 @@ FP8 = outline(36, 4096, quantization=Quantization("FP8", None, ()))
 @pytest.mark.parametrize(
     ("description", "pair", "precision", "backend", "words"),
     [
+        *((description, None, "auto", backend, words) for description, backend, words in MACHINES),
         ("h200 trt torch kernels", LARGE, "fp32", "torch", "for tensorrt: the precision must be one of bf16, fp16,"),
         ("h200 trt torch", LARGE, "fp32", "torch", ""),  # no kernel computes in fp32, so none need be built
         ("h200 trt torch kernels", LARGE, "int8", "onnxruntime", "the precision must be one of bf16, fp16, not int8"),
@@ -127,12 +116,14 @@ FP8 = outline(36, 4096, quantization=Quantization("FP8", None, ()))
         ("a100 trt torch kernels", FP8, "auto", "torch", "FP8 needs compute capability 8.9, not 8.0"),
     ],
 )
-def test_pairs_that_a_backend_would_refuse(
-    description: str, pair: Pair, precision: Wanted, backend: BackendName, words: str
-) -> None:
+def test_machines(description: str, pair: Pair | None, precision: Wanted, backend: BackendName, words: str) -> None:
+    """Of any pair, and of pairs that a backend would refuse."""
     choice = choose_backend(machine(description), pair, precision)
     assert choice.backend == backend
-    assert words in choice.reason
+    assert choice.reason.startswith(f"backend {backend}: ") and words in choice.reason
+    assert "\n" not in choice.reason
+    if pair is None and (backend == "tensorrt" or words.startswith("for RTX")):
+        assert "; for " not in choice.reason  # there is no better one
 
 
 def test_a_large_target_on_a_cpu_is_told_its_size() -> None:

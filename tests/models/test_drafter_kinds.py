@@ -1,7 +1,5 @@
 """What depends on the kind of drafter: its record, and the halves of its package."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,11 +1,8 @@
 """Mixtures of experts: routing as transformers does it, both forms of the sum, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,21 +69,6 @@ def test_the_count_by_its_other_name(tmp_path: Path) -> None:
     assert read_config(path).dims.experts == EXPERTS
     edit_json(path / "config.json", num_experts=4)
     assert "num_local_experts is 8, but num_experts is 4: which is it?" in refusal(path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mlp_only_layers": [1]}, "mlp_only_layers is [1], which is not implemented; only [] is"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9: per_token 9 is more than the count 8"),
-        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, which is not implemented"),
-        ({"num_experts": 9}, "lacks model.layers.0.mlp.experts.8.gate_proj.weight"),
-    ],
-)
-def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = make_target(tmp_path, family=QWEN3_MOE)
-    edit_json(path / "config.json", **changes)
-    assert message in refusal(path)
 
 
 def test_what_backends_refuse(tmp_path: Path) -> None:

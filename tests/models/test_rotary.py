@@ -1,7 +1,5 @@
 """Frequencies of rotary embedding, plain and scaled, beside transformers' own, from the same config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -51,13 +49,10 @@ def read(path: Path, rope: dict[str, Any], head_dim: int, theta: float, position
     return read_config(path).dims
 
 
-@pytest.mark.parametrize(
-    ("size", "spelling"), [*zip(SIZES, ("rope_parameters", "rope_scaling", "type"), strict=True)], ids=str
-)
-@pytest.mark.parametrize("rope", GRID, ids=[f"{i}-{rope['rope_type']}" for i, rope in enumerate(GRID)])
-def test_scaled_frequencies_are_those_of_transformers(
-    tmp_path: Path, rope: dict[str, Any], size: tuple[int, float, int], spelling: str
-) -> None:
+@pytest.mark.parametrize("number", range(len(GRID)), ids=lambda i: f"{i}-{GRID[i]['rope_type']}")
+def test_scaled_frequencies_are_those_of_transformers(tmp_path: Path, number: int) -> None:
+    """In every spelling and size by turns."""
+    rope, size, spelling = GRID[number], SIZES[number % 3], ("rope_parameters", "rope_scaling", "type")[number % 3]
     dims = read(tmp_path, rope, *size, spelling)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     expected, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")

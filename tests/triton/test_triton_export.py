@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from typer.testing import CliRunner
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.files import EXPORT, KERNEL_CACHE, MANIFEST
+from ddtree_trt.artifact.files import EXPORT, KERNEL_CACHE
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.cli import app
@@ -71,21 +71,12 @@ def test_the_configuration_says_what_was_asked_for(
 
 
 def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_path: Path) -> None:
-    export(engine, tmp_path / "models")
-    shutil.rmtree(engine)
-    moved = (tmp_path / "models").rename(tmp_path / "elsewhere") / "tiny" / "1" / "engine"
-    verify_files(moved, load_manifest(moved))
-    assert (moved / "profile.json").is_file()
-
-
-def test_an_export_that_lost_its_engine_is_made_again(engine: Path, tmp_path: Path) -> None:
     model = export(engine, repository := tmp_path / "my models")
     assert f"--model-repository='{repository}' " in (model / "README.md").read_text()
-    (model / "1" / "engine" / MANIFEST).unlink()
-    with pytest.raises(ArtifactError) as caught:
-        load_manifest(model / "1" / "engine")
-    command = f"ddtree-trt export-triton ENGINE_DIR '{repository}' --model-name tiny --force"
-    assert str(caught.value).endswith(f"has lost its engine's manifest.json; export it again with: {command}")
+    shutil.rmtree(engine)
+    moved = repository.rename(tmp_path / "elsewhere") / "tiny" / "1" / "engine"
+    verify_files(moved, load_manifest(moved))
+    assert (moved / "profile.json").is_file()
 
 
 def test_a_linked_engine_is_found_by_a_relative_path(engine: Path, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ is published in two spellings: transformers 5 has base and scaling in `rope_para
 `rope_theta` beside an object `rope_scaling`, whose type is `rope_type` or, older still, `type`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +43,6 @@ from ddtree_trt.models.rope_scaling import (
     ROPE_BASE,
     SCALINGS,
     RopeScaling,
-    contradiction,
     yarn_attention_factor,
 )
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_record, read_value, shown
@@ -151,15 +148,12 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
         sizes[field] = fields.value(name, kinds[field], **default)
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
     sizes["num_kv_heads"] = sizes["num_kv_heads"] or heads
-    if heads % sizes["num_kv_heads"]:
-        others = f"num_key_value_heads {sizes['num_kv_heads']}"
-        raise fields.fault("num_attention_heads", f"{heads} is not a multiple of {others}")
     if sizes["head_dim"] is None and hidden % heads:
         raise fields.fault("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
     sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
     _check_head(fields, "head_dim", size)
     known = _ROPE_OF_HYBRIDS if family.delta else _ROPE_KNOWN
-    scaling = _rope_scaling(fields, sizes["rope_theta"], sizes["max_positions"], known)
+    scaling = _rope_scaling(fields, sizes["max_positions"], known)
     if scaling is not None and scaling.rope_type == "yarn":
         # Often left as it was where YaRN is switched on, which is made for `factor` times the positions of training.
         scaled = int(scaling.factor * scaling.original_max_position_embeddings)
@@ -171,11 +165,14 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
         share = family.defaults[ROTARY_SHARE] if share is None else share
         sizes["rotary_dim"] = rotated = int(size * share)
         if rotated < 2 or rotated % 2:
-            problem = f"{ROTARY_SHARE} {share} rotates {rotated} of {size} elements, no even number"
-            raise fields.source.fault(problem)
+            words = f"rotates {rotated} of {size} elements, no even number"
+            raise fields.source.fault(f"{ROTARY_SHARE} {share} {words}")
         sizes["delta"] = _delta_net(fields, family, sizes["num_layers"])
     experts = _experts(fields, family) if family.experts else None
-    return TransformerDims(**sizes | family.switches, rope_scaling=scaling, experts=experts)
+    dims = TransformerDims(**sizes | family.switches, rope_scaling=scaling, experts=experts)
+    if problem := dims.contradiction():
+        raise fields.source.fault(problem)
+    return dims
 
 
 def _named(fields: Fields, family: Family, record: type, names: Mapping[str, str]) -> dict[str, Any]:
@@ -196,14 +193,11 @@ def _delta_net(fields: Fields, family: Family, layers: int) -> DeltaNet:
         _check_head(fields, DELTA_NAMES[field], values[field])
     interval = fields.value(INTERVAL, Annotated[int, bounds.LAYERS], family.defaults[INTERVAL])
     attention = attention_layers(fields, layers, interval, LINEAR_ATTENTION)
-    delta = DeltaNet(**values, attention_layers=attention, interleaved=family.interleaved)
-    if contradicts := delta.contradiction(layers):
-        raise fields.source.fault(contradicts)
-    return delta
+    return DeltaNet(**values, attention_layers=attention, interleaved=family.interleaved)
 
 
 def _experts(fields: Fields, family: Family) -> Experts:
-    """The mixture of experts. Raises the fields' error for numbers that contradict each other."""
+    """The mixture of experts. Raises the fields' error."""
     first, second = (fields.data.get(name) for name in _EXPERT_COUNTS)
     if None not in (first, second) and first != second:
         raise fields.fault(_EXPERT_COUNTS[1], f"is {shown(second)}, but num_experts is {shown(first)}: which is it?")
@@ -211,10 +205,7 @@ def _experts(fields: Fields, family: Family) -> Experts:
     values = _named(fields, family, Experts, names)
     if first is None and second is not None:
         values["count"] = fields.integer(_EXPERT_COUNTS[1], bounds.EXPERTS)
-    experts = Experts(**values, stacked=family.stacked)
-    if problem := experts.contradiction():
-        raise fields.fault(EXPERT_NAMES["per_token"], f"is {experts.per_token}: {problem}")
-    return experts
+    return Experts(**values, stacked=family.stacked)
 
 
 def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
@@ -235,17 +226,14 @@ def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[i
 # Rotary embedding
 
 
-def _rope_scaling(fields: Fields, theta: float, max_positions: int, known: Known) -> RopeScaling | None:
+def _rope_scaling(fields: Fields, max_positions: int, known: Known) -> RopeScaling | None:
     """The scaling; None for plain rotary embedding. Raises the fields' error for a type or a field that is not
-    implemented, and for values that contradict each other."""
+    implemented."""
     sections = [section for name in _ROPE_SECTIONS if (section := fields.section(name)).data]
     found = [_scaling_of(section, max_positions, known) for section in sections]
     if len(set(found)) > 1:
         raise fields.source.fault(f"{' and '.join(_ROPE_SECTIONS)} state different scalings: which is it?")
-    scaling = next(iter(found), None)
-    if problem := contradiction(theta, scaling):
-        raise sections[0].source.fault(f"{sections[0].path}: {problem}")
-    return scaling
+    return next(iter(found), None)
 
 
 def _scaling_of(section: Fields, max_positions: int, known: Known) -> RopeScaling | None:

@@ -4,8 +4,6 @@ Every dialect is read into the same records (`models/`, `drafters/`). Those of d
 kinds; no other room knows a foreign field of a drafter. A field that is not known is refused by its name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any

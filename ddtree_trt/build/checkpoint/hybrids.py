@@ -1,7 +1,5 @@
 """Tensors of hybrids as their parts say they are, which is not everywhere how checkpoints have them."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -17,8 +17,6 @@ symmetric. AWQ folds `pre_quant_scale` into a norm before the projection where t
 none; both bear the name W4A16_AWQ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

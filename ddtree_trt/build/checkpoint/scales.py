@@ -1,7 +1,5 @@
 """Scales of quantised projections: finding and checking them, and dequantisation. `quantization` has the layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Headers are checked in full when the files are opened. Data is mapped only while
 open would count every page read so far as this process's memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

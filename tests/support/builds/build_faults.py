@@ -1,7 +1,5 @@
 """What a failed build must say, and an engine that it must leave as it was."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ The scales are chosen so that a random network behaves like a network: attention
 stream in which the layers outweigh the embedding, logits with a standard deviation of about 3.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Engines built for one test: of any pair."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A manifest with every field, and a directory of small files that is an engine to whoever only verifies it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Names, order of rows and metadata are stated here by hand: nothing of the packag
 be compared.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -4,8 +4,6 @@ The layout is stated in `build/checkpoint/quantization.py`. Nothing of the packa
 compared.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

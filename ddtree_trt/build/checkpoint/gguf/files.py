@@ -3,8 +3,6 @@
 Headers are read, and values converted, by the `gguf` package; nothing else of ours calls it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Between, Fields, Source, shown
 
 ARCHITECTURE = "general.architecture"
-_COUNT = "split.count"
 _PARTS = Between(0, 99_999)  # as many as their names have digits for
 _ROWS_BYTES = 4 << 20  # of stored rows that are converted at a time, which takes some ten times as much
 
@@ -74,33 +71,25 @@ def open_gguf(path: Path) -> GgufFiles:
         raise CheckpointError(f"no checkpoint at {path}: there is no such file")
     entries, tensors = _read_header(path)
     metadata = Fields(entries, Source(str(path), CheckpointError, "use a file that llama.cpp's converter wrote"))
-    count = metadata.integer(_COUNT, _PARTS, 0)
-    paths = _parts(path, metadata, count) if count > 1 else (path,)
+    count = metadata.integer("split.count", _PARTS, 1)
+    paths = _parts(path, count) if count > 1 else (path,)
     for part in paths[1:]:
-        others, more = _read_header(part)
-        if (found := others.get(_COUNT)) != count:
-            raise _source(part).fault(f"{_COUNT} is {shown(found)}, but {count} in the first part")
+        _, more = _read_header(part)
         if twins := tensors.keys() & more.keys():
             raise _source(part).fault(f"{shown(min(twins))} is in an earlier part too")
         tensors = tensors | more
     return GgufFiles(paths, metadata, tensors)
 
 
-def _parts(path: Path, metadata: Fields, count: int) -> tuple[Path, ...]:
+def _parts(path: Path, count: int) -> tuple[Path, ...]:
     """The files of a split checkpoint, whose first one is `path`."""
     name = PART.fullmatch(path.name)
-    if name is None or int(name["count"]) != count:
-        raise CheckpointError(
-            f"{path} is one of {count} parts, so it must be named NAME-00001-of-{count:05}.gguf and lie beside the "
-            "others; rename it, or join the parts with llama.cpp's llama-gguf-split"
-        )
-    parts = tuple(path.with_name(f"{name['stem']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
-    if metadata.integer("split.no", _PARTS, 0) != 0 or path != parts[0]:
-        raise CheckpointError(f"{path} is not the first of {count} parts; give {parts[0]}")
-    if missing := [part.name for part in parts if not part.is_file()]:
-        raise CheckpointError(
-            f"{path} is one of {count} parts, and {shown(missing[0])} is not beside it; fetch all {count}"
-        )
+    stem = name["stem"] if name else "NAME"
+    parts = tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if path != parts[0] or missing:
+        needed = f"give the first, {parts[0].name}" if path != parts[0] else f"fetch {missing[0]} too"
+        raise CheckpointError(f"{path} is one of {count} parts, which must lie beside each other; {needed}")
     return parts
 
 

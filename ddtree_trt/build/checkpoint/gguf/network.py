@@ -1,87 +1,78 @@
 """What a GGUF file's metadata says of its network, and its tensors in Hugging Face's order.
 
-Metadata is read by its own keys and then checked as the config.json that says the same. Keys of the architecture that
-are not known are refused by name, as fields of a config.json are. Scaled positions are stated by keys (linear, YaRN),
-or by a tensor of divisors (Llama 3).
+Metadata is read as the entries of the config.json that says the same. Keys of the architecture that are not known are
+refused by name. Scaled positions are stated by keys (linear, YaRN), or by a tensor of divisors (Llama 3).
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
+from ddtree_trt.build.checkpoint.dialect import Known, refuse_unknown
 from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFiles
 from ddtree_trt.build.checkpoint.hybrids import from_gguf
-from ddtree_trt.models.decoder import EXPERTS, HEAD_DIM, LAYERS, SHARED, WIDTH, Shape, Shapes, TransformerDims
-from ddtree_trt.models.families import (
-    DELTA_NAMES,
-    EXPERT_NAMES,
-    FAMILIES,
-    INTERVAL,
-    ROTARY_SHARE,
-    SHARED_EXPERT,
-    Family,
-    titles,
-)
-from ddtree_trt.models.rope_scaling import RopeScaling, scaling_entries
+from ddtree_trt.models.decoder import HEAD_DIM, HEADS, LAYERS, WIDTH, Shape, Shapes, TransformerDims
+from ddtree_trt.models.families import FAMILIES, INTERVAL, ROTARY_SHARE, SHARED_EXPERT, Family, titles
+from ddtree_trt.models.rope_scaling import RopeScaling
 from ddtree_trt.models.rotary import inverse_frequencies
 from ddtree_trt.reading import Between, Fields, shown
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
-# Field of `TransformerDims` → its key behind the architecture's name. The vocabulary is the embedding's.
+# Entry of a config.json → the key, behind the architecture's name, that says the same. The vocabulary is the
+# embedding's.
 _KEYS: Mapping[str, str] = {
     "hidden_size": "embedding_length",
-    "num_layers": "block_count",
-    "num_heads": "attention.head_count",
-    "num_kv_heads": "attention.head_count_kv",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "intermediate_size": "feed_forward_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    "max_positions": "context_length",
+    "max_position_embeddings": "context_length",
 }
-_VALUE_KEY = "attention.value_length"  # must be what the size of a head is
-_ROTARY_KEY = "rope.dimension_count"  # likewise, but in a hybrid
-# Of a hybrid, by the entry of config.json that says the same. The size of value heads is that of all of them.
+_EXPERT_KEYS: Mapping[str, str] = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    SHARED_EXPERT: "expert_shared_feed_forward_length",
+}
 _DELTA_KEYS: Mapping[str, str] = {
-    DELTA_NAMES["taps"]: "ssm.conv_kernel",
-    DELTA_NAMES["key_dim"]: "ssm.state_size",
-    DELTA_NAMES["key_heads"]: "ssm.group_count",
-    DELTA_NAMES["value_heads"]: "ssm.time_step_rank",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
     INTERVAL: INTERVAL,
 }
-# Likewise of a mixture of experts.
-_EXPERT_KEYS: Mapping[str, str] = {
-    EXPERT_NAMES["count"]: "expert_count",
-    EXPERT_NAMES["per_token"]: "expert_used_count",
-}
-_EXPERT_WIDTH_KEY, _SHARED_KEY = "expert_feed_forward_length", "expert_shared_feed_forward_length"
-_VALUES_KEY, _SECTIONS_KEY, _NEXTN_KEY = "ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"
-_ROPE_THETA = 10000.0  # where the file does not say, as in llama.cpp
-# Keys that change nothing → the values with which they do not; none: whatever they say.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_VALUE_SIZE = "attention.value_length"  # must be what the size of a head is
+_ROTATED = "rope.dimension_count"  # likewise, but in a hybrid
+_VALUES, _SECTIONS, _PREDICTING = "ssm.inner_size", "rope.dimension_sections", "nextn_predict_layers"
+_NEUTRAL: Known = {
+    **dict.fromkeys((*_KEYS.values(), "vocab_size", _VALUE_SIZE, _ROTATED)),
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
     "expert_count": (0,),
     "expert_used_count": (0,),
     "expert_weights_norm": (True,),
     "expert_gating_func": (1,),  # softmax
-    _NEXTN_KEY: (0,),
+    _PREDICTING: (0,),
     "logit_scale": (1.0,),
     "use_parallel_residual": (False,),
     "rope.scale_linear": (1.0,),
 }
-_SCALING = "rope.scaling."  # begins the keys of a scaling
+# Of a hybrid: of a text all positions of a vision-language model are the same; what predicts several tokens is left
+# out.
+_DELTA: Known = dict.fromkeys((*_DELTA_KEYS.values(), _VALUES, _SECTIONS, _PREDICTING))
+_SCALING = "rope.scaling"  # begins the keys of a scaling
 DIVISORS = "rope_freqs.weight"  # float32 [D/2]: what each frequency is divided by
 _LLAMA3_POSITIONS = 8192  # of Llama 3's training, which the divisors are computed with; the default's ramp is theirs
-# Type of scaling → field of `RopeScaling` → its key.
+# Type of scaling → its entry in config.json → its key.
 _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "linear": {"factor": "factor"},
@@ -92,10 +83,9 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
         "beta_slow": "yarn_beta_slow",
     },
 }
-# Likewise of a scaling; None for keys that are read, or that another type uses. Converters and readers disagree on
-# whether an attention factor replaces YaRN's own or multiplies it.
-_NEUTRAL_SCALING: Mapping[str, tuple[float, ...] | None] = {
-    **dict.fromkeys(("type", "finetuned", *(key for keys in _SCALING_KEYS.values() for key in keys.values()))),
+# Converters and readers disagree on whether an attention factor replaces YaRN's own or multiplies it.
+_NEUTRAL_SCALING: Known = {
+    **dict.fromkeys(("type", "finetuned", *_SCALING_KEYS["yarn"].values())),
     "attn_factor": (1,),
     "yarn_attn_factor": (1,),
     "yarn_ext_factor": (1, -1),  # −1: what the type has
@@ -109,23 +99,46 @@ _STOP_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot"
 _PAIRED = frozenset(("llama",))
 
 
+@dataclass(frozen=True)
+class _Entries(Fields):
+    """Entries of a config.json that were read from keys; messages name these."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self, name: str) -> str:
+        return super().place(self.keys.get(name, name))
+
+
 def read_gguf_config(files: GgufFiles) -> ModelConfig:
     """The configuration that the metadata states. Raises CheckpointError for what is missing or not implemented."""
-    metadata = files.metadata
-    family = _family(files)
-    architecture = files.architecture
-    _refuse_others(metadata, architecture, family)
-    sizes = _sizes(files, architecture, family)
-    entries = {family.names[field]: value for field, value in sizes.items()}
-    prefix = f"{architecture}.{_SCALING}"
-    stated = _stated_scaling(metadata, prefix)
-    computed = _scaling_of_divisors(files, sizes["head_dim"], sizes["rope_theta"])
-    if stated and computed:
-        raise metadata.source.fault(f"both {prefix}* and {DIVISORS} scale positions: which is it?")
-    entries |= {"rope_scaling": stated or computed} if stated or computed else {}
-    entries |= _delta_entries(metadata, architecture, sizes["head_dim"]) if family.delta else {}
-    entries |= _expert_entries(metadata, architecture, family) if family.experts else {}
-    dims = transformer_dims(Fields(entries, metadata.source), family)
+    metadata, family, own = files.metadata, _family(files), f"{files.architecture}."
+    _refuse_others(metadata, own, family)
+    keys = {**_KEYS, **(_EXPERT_KEYS if family.experts else {}), **(_DELTA_KEYS if family.delta else {})}
+    read = {*family.names.values(), *family.defaults}
+    keys = {name: own + key for name, key in keys.items() if name in read}
+    heads = metadata.integer(keys["num_attention_heads"], HEADS)
+    # Where the file does not say, llama.cpp has these.
+    size = metadata.integer(keys["head_dim"], HEAD_DIM, metadata.integer(keys["hidden_size"], WIDTH) // heads or 1)
+    entries: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
+    entries |= {name: metadata.data[key] for name, key in keys.items() if metadata.has(key)}
+    if missing := [key for name, key in keys.items() if name not in entries]:
+        raise metadata.source.fault(f"it has no {missing[0]}")
+    entries["vocab_size"] = _vocabulary(files, own)
+    for key in (_VALUE_SIZE,) if family.delta else (_VALUE_SIZE, _ROTATED):
+        if (found := metadata.data.get(own + key, size)) != size:
+            raise metadata.fault(own + key, f"is {shown(found)}, which is not implemented; only {size} is")
+    if family.experts:
+        entries["norm_topk_prob"] = True  # llama.cpp divides a token's weights by their sum
+    if family.delta:
+        entries |= _of_hybrid(metadata, own, size)
+    if stated := _stated_scaling(metadata, f"{own}{_SCALING}."):
+        entries["rope_scaling"] = stated
+    places = {**keys, "rope_scaling": own + _SCALING}
+    dims = transformer_dims(_Entries(entries, metadata.source, keys=places), family)
+    if scaling := _scaling_of_divisors(files, dims):
+        if stated:
+            raise metadata.source.fault(f"both {own}{_SCALING}.* and {DIVISORS} scale positions: which is it?")
+        dims = replace(dims, rope_scaling=scaling)
     if dims.experts is not None:
         dims = replace(dims, experts=replace(dims.experts, stacked=True))
     token = Between(0, dims.vocab_size - 1)
@@ -144,73 +157,35 @@ def _family(files: GgufFiles) -> Family:
     return read[architecture]
 
 
-def _refuse_others(metadata: Fields, architecture: str, family: Family) -> None:
-    keys: dict[str, tuple[Any, ...] | None] = dict.fromkeys((*_KEYS.values(), "vocab_size", _VALUE_KEY, _ROTARY_KEY))
-    keys |= {**_NEUTRAL, **{f"{_SCALING}{key}": values for key, values in _NEUTRAL_SCALING.items()}}
-    if family.delta:
-        # Of a text all positions of a vision-language model are the same; what predicts several tokens is left out.
-        keys |= dict.fromkeys((*_DELTA_KEYS.values(), _VALUES_KEY, _SECTIONS_KEY, _NEXTN_KEY))
-    if family.experts:
-        keys |= dict.fromkeys((*_EXPERT_KEYS.values(), _EXPERT_WIDTH_KEY, _SHARED_KEY))
-    for key, value in metadata.data.items():
-        name = key.removeprefix(f"{architecture}.")
-        values = keys.get(name, ())
-        if name == key or values is None or value in values:
-            continue
-        only = f"; only {values[0]!r} is" if values else ""
-        raise metadata.fault(key, f"is {shown(value)}, which is not implemented{only}")
+def _refuse_others(metadata: Fields, own: str, family: Family) -> None:
+    """Raises the metadata's error for the first key of the architecture that is not known, or not with its value."""
+    known = {**_NEUTRAL, **{f"{_SCALING}.{key}": values for key, values in _NEUTRAL_SCALING.items()}}
+    known |= dict.fromkeys(_EXPERT_KEYS.values()) if family.experts else {}
+    known |= _DELTA if family.delta else {}
+    stated = {key: value for key, value in metadata.data.items() if key.startswith(own)}
+    refuse_unknown(Fields(stated, metadata.source), {own + key: values for key, values in known.items()})
 
 
-def _delta_entries(metadata: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
-    """The entries of a config.json for a hybrid's delta nets, and for how much of a head is rotated."""
-    entries = {name: metadata.integer(f"{architecture}.{key}", LAYERS) for name, key in _DELTA_KEYS.items()}
-    heads, key = entries[DELTA_NAMES["value_heads"]], f"{architecture}.{_VALUES_KEY}"
-    if (width := metadata.integer(key, WIDTH)) % heads:
-        raise metadata.fault(key, f"is {width}, no multiple of {architecture}.ssm.time_step_rank {heads}")
-    rotated = metadata.integer(f"{architecture}.{_ROTARY_KEY}", HEAD_DIM)
-    return {**entries, DELTA_NAMES["value_dim"]: width // heads, ROTARY_SHARE: rotated / head_dim}
-
-
-def _expert_entries(metadata: Fields, architecture: str, family: Family) -> dict[str, Any]:
-    """The same for a mixture of experts, whose weights llama.cpp divides by their sum."""
-    entries = {name: metadata.integer(f"{architecture}.{key}", EXPERTS) for name, key in _EXPERT_KEYS.items()}
-    if SHARED_EXPERT in family.defaults:
-        entries[SHARED_EXPERT] = metadata.integer(f"{architecture}.{_SHARED_KEY}", SHARED)
-    return {**entries, EXPERT_NAMES["normalised"]: True}
-
-
-def _sizes(files: GgufFiles, architecture: str, family: Family) -> dict[str, Any]:
-    """Fields of `TransformerDims` that families do not fix, each within its own bounds."""
-    metadata, kinds = files.metadata, get_type_hints(TransformerDims, include_extras=True)
+def _vocabulary(files: GgufFiles, own: str) -> int:
     if _EMBEDDING not in files.tensors:
-        raise metadata.source.fault(f"it lacks {_EMBEDDING}: is it a whole model?")
-    vocabulary = files.tensors[_EMBEDDING].shape[0]
-    stated = metadata.optional(f"{architecture}.vocab_size", int)
-    if stated not in (None, vocabulary):
-        raise metadata.fault(f"{architecture}.vocab_size", f"is {stated}, but {_EMBEDDING} has {vocabulary} rows")
+        raise files.metadata.source.fault(f"it lacks {_EMBEDDING}: is it a whole model?")
+    rows = files.tensors[_EMBEDDING].shape[0]
+    if (stated := files.metadata.data.get(f"{own}vocab_size", rows)) != rows:
+        raise files.metadata.fault(f"{own}vocab_size", f"is {shown(stated)}, but {_EMBEDDING} has {rows} rows")
+    return rows
 
-    names = {**_KEYS, **({"intermediate_size": _EXPERT_WIDTH_KEY} if family.experts else {})}
 
-    def read(field: str, default: Any = None) -> Any:
-        key = f"{architecture}.{names[field]}"
-        return metadata.value(key, kinds[field], *(() if default is None else (default,)))
-
-    heads, hidden = read("num_heads"), read("hidden_size")
-    sizes = {field: read(field) for field in ("num_layers", "intermediate_size", "rms_norm_eps", "max_positions")}
-    size = read("head_dim", hidden // heads)
-    if family.delta:  # layers that predict several tokens are counted, at the end
-        sizes["num_layers"] -= metadata.integer(f"{architecture}.{_NEXTN_KEY}", Between(0, sizes["num_layers"] - 1), 0)
-    for key in (_VALUE_KEY,) if family.delta else (_VALUE_KEY, _ROTARY_KEY):
-        if (found := metadata.value(f"{architecture}.{key}", int, size)) != size:
-            raise metadata.fault(f"{architecture}.{key}", f"is {found}, which is not implemented; only {size} is")
+def _of_hybrid(metadata: Fields, own: str, head_dim: int) -> dict[str, Any]:
+    """The layers without those that predict several tokens, which are counted at the end; the size of value heads,
+    which is stated for all of them; and how much of a head is rotated."""
+    layers = metadata.integer(f"{own}block_count", LAYERS)
+    heads = metadata.integer(f"{own}{_DELTA_KEYS['linear_num_value_heads']}", HEADS)
+    if (width := metadata.integer(f"{own}{_VALUES}", WIDTH)) % heads:
+        raise metadata.fault(f"{own}{_VALUES}", f"is {width}, no multiple of {own}ssm.time_step_rank {heads}")
     return {
-        **sizes,
-        "vocab_size": vocabulary,
-        "num_heads": heads,
-        "hidden_size": hidden,
-        "head_dim": size,
-        "num_kv_heads": read("num_kv_heads", heads),
-        "rope_theta": read("rope_theta", _ROPE_THETA),
+        "num_hidden_layers": layers - metadata.integer(f"{own}{_PREDICTING}", Between(0, layers - 1), 0),
+        "linear_value_head_dim": width // heads,
+        ROTARY_SHARE: metadata.integer(f"{own}{_ROTATED}", HEAD_DIM) / head_dim,
     }
 
 
@@ -222,22 +197,21 @@ def _stated_scaling(metadata: Fields, prefix: str) -> dict[str, Any]:
     factor = metadata.data.get(f"{prefix}factor", 0 if kind == "linear" else None)
     if kind == "none" or factor in (0, 1):  # 0 is llama.cpp's for none
         return {}
-    kinds = get_type_hints(RopeScaling, include_extras=True)
-    used = {field: f"{prefix}{key}" for field, key in _SCALING_KEYS[kind].items()}
-    stated = {f: metadata.value(k, kinds[f]) for f, k in used.items() if f == "factor" or k in metadata.data}
-    return {"rope_type": kind, **stated}
+    keys = {name: f"{prefix}{key}" for name, key in _SCALING_KEYS[kind].items()}
+    return {"rope_type": kind, **{name: metadata.data[key] for name, key in keys.items() if metadata.has(key)}}
 
 
-def _scaling_of_divisors(files: GgufFiles, head_dim: int, theta: float) -> dict[str, Any]:
-    """Llama 3.1's scaling where the tensor holds what it computes, in float32, and no entries where all are 1."""
+def _scaling_of_divisors(files: GgufFiles, dims: TransformerDims) -> RopeScaling | None:
+    """Llama 3.1's scaling where the tensor holds what it computes, in float32; None where it is not there, or all ones.
+    Raises CheckpointError for other divisors."""
     if DIVISORS not in files.tensors or ((divisors := files.read(DIVISORS)) == 1).all():
-        return {}
+        return None
     largest = float(divisors.max())
-    if divisors.shape == (head_dim // 2,) and largest > 1:
+    if divisors.shape == (dims.head_dim // 2,) and largest > 1:
         scaling = RopeScaling("llama3", largest, _LLAMA3_POSITIONS)
-        expected = inverse_frequencies(head_dim, theta) / inverse_frequencies(head_dim, theta, scaling)
-        if np.allclose(divisors, expected, rtol=1e-4, atol=0):
-            return scaling_entries(scaling)
+        plain, scaled = (inverse_frequencies(dims.head_dim, dims.rope_theta, s) for s in (None, scaling))
+        if np.allclose(divisors, plain / scaled, rtol=1e-4, atol=0):
+            return scaling
     raise files.metadata.source.fault(
         f"{DIVISORS} scales positions in another way than Llama 3.1 does ({_LLAMA3_POSITIONS} positions, 1 to 4 "
         "rotations), which is not implemented"

@@ -4,8 +4,6 @@ Only byte-level BPE, which GGUF calls gpt2. How text is split before its pieces 
 what the names stand for is stated here, as the models' own tokenizer.json have it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
