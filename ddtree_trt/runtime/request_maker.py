@@ -98,7 +98,7 @@ class RequestMaker:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         vocab_size, stops = self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
-        return GrammarCompiler(self._codec.tokenizer, vocab_size, stops)
+        return GrammarCompiler(self._codec.tokenizer.backend_tokenizer.to_str, vocab_size, stops)
 
     def make(
         self,

@@ -241,7 +241,7 @@ def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_bac
         ([1, 2.0], "item 1 is 2.0"),
         ([7, True], "item 1 is True"),
         ([{"role": "user", "content": "x"}, "y"], "item 0 is {'content'"),
-        ([{"role": "user", "content": "a\udfff"}], "content of message 0 must be valid Unicode"),
+        ([{"role": "user", "content": "a\udfff"}], "must be valid Unicode"),
         ([1, "a"], "a prompt is text, a list of token ids, or a list of chat messages .* item 1 is 'a'"),
         ([{"role": "user", "content": 5}], "needs a role and a content"),
     ],

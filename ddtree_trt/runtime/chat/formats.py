@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat import constraints, parsers
+from ddtree_trt.runtime.chat import parsers
 from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.constraints import constraint
 from ddtree_trt.runtime.chat.parsers import (
     AUTO,
     DEEPSEEK_R1,
     HERMES,
-    LLAMA3_JSON,
     QWEN3_CODER,
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -96,8 +96,12 @@ class ChatFormat:
 
         Raises UsageError where the request asks for both.
         """
-        makers = {HERMES: constraints.tagged_json, LLAMA3_JSON: constraints.bare_json, QWEN3_CODER: constraints.xml}
-        of_tools = makers[self.tool_parser](use, thinking) if use.tools and self.tool_parser is not None else None
+        of_tools = None
+        if use.tools and self.tool_parser is not None:
+            special = {token.content for token in self._codec.tokenizer.added_tokens_decoder.values()}.intersection(
+                MARKS
+            )
+            of_tools = constraint(self.tool_parser, use, thinking, special)
         if structured is None:
             return of_tools
         if of_tools is not None:

@@ -155,6 +155,11 @@ class TextCodec:
         return template_variables(self.tokenizer, self._source)
 
     @cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """The texts that are a token each whatever stands beside them."""
+        return frozenset(token.content for token in self.tokenizer.added_tokens_decoder.values())
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         """The tokens that `skip_special_tokens` leaves out."""
         return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)

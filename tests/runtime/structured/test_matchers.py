@@ -173,10 +173,9 @@ def test_a_constraint_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # StructuredOutput: what its construction refuses, and the forms in which values are kept
 
 
-TAG = {"begin": "<a>", "schema": True, "end": "</a>"}
 WRONG: list[tuple[Any, str]] = [
     (5, "structured must be a StructuredOutput or an object of its fields, not 5"),
-    ({}, "exactly one of json_schema, json_object, regex, choice, grammar, tags is needed, and none was given"),
+    ({}, "exactly one of json_schema, json_object, regex, choice, grammar is needed, and none was given"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
     ({"json_schema": "{"}, "the schema is no JSON, or nested too deeply: "),
     ({"json_schema": "[]"}, r"a schema must be a JSON object or a boolean, not \[\]"),
@@ -188,8 +187,6 @@ WRONG: list[tuple[Any, str]] = [
     ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"at most {MAX_CHARACTERS} are taken"),
     ({"choice": [1]}, r"choice\[0\] must be a text, not 1"),
     ({"choice": map(str, range(10_001))}, "choice has 10001 texts, at most 10000 are taken"),
-    ({"tags": [{"begin": "<a>"}]}, "a tag has begin, schema and end"),
-    ({"tags": [TAG], "at_least": 3, "at_most": 2}, "at_most 2 is below 3"),
     ({"regex": "a", "after": ""}, "after must be a text that is not empty"),
     ({"regex": "a", "after": "x" * 257}, "after has 257 characters, at most 256 are taken; give its last ones"),
     ({"choice": ["x" * 600_000, "y" * 600_000]}, f"choice has 1200000 characters, at most {MAX_CHARACTERS} are taken"),

@@ -18,7 +18,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge, literal
+from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge
 from ddtree_trt.runtime.structured.matcher import Opening, Preparing
 from ddtree_trt.runtime.structured.record import MAX_AFTER, MAX_CHOICES, StructuredOutput
 from ddtree_trt.worker_process import Limits
@@ -41,14 +41,13 @@ def outputs(llm: LLM, structured: StructuredOutput, **params: Any) -> list[Compl
     return llm.generate([PROMPT], given)[0].outputs
 
 
-TAG = {"begin": "<call>\n", "schema": SCHEMA, "end": "\n</call>"}
+COMPACT = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "[0-9]{2,5} cards\\."}, "[0-9]{2,5} cards\\."),
     ({"choice": ["many cards", "few", "fewer", 'né\n"q"']}, 'many cards|few|fewer|né\n"q"'),
     ({"grammar": 'start: "<" word ("," word){1,2} ">"\nword: /[a-f]{1,3}/'}, "<[a-f]{1,3}(,[a-f]{1,3}){1,2}>"),
     ({"grammar": 'root ::= ("x" | "yy") [0-9] [0-9]?'}, "(x|yy)[0-9]{1,2}"),
-    ({"tags": [TAG], "at_most": 1}, "<call>\n{[^<]*}\n</call>"),
-    ({"tags": [TAG], "at_least": 2, "at_most": 2, "separator": "\n"}, "(<call>\n{[^<]*}\n</call>\n?){2}"),
+    ({"grammar": f'start: "<call>" %json {json.dumps(COMPACT)} "</call>"'}, "<call>{[^<]*}</call>"),
     ({"regex": "[a-f]{3,6}!", "after": "Answer"}, "(?s:.*)Answer[a-f]{3,6}!"),
 ]
 
@@ -61,9 +60,8 @@ def test_every_form(llm: LLM, fields: dict[str, Any], expression: str, temperatu
     (found,) = outputs(llm, structured, method="ddtree", tree_budget=8, temperature=temperature)
     assert found.token_ids == expected.token_ids and found.finish_reason == "stop"
     assert re.fullmatch(expression, found.text), found.text
-    if "tags" in fields:
-        for call in found.text.removesuffix("</call>").split("</call>"):
-            jsonschema.validate(json.loads(call.partition("<call>")[2]), SCHEMA)
+    if "<call>" in found.text:
+        jsonschema.validate(json.loads(found.text.removeprefix("<call>").removesuffix("</call>")), SCHEMA)
 
 
 def test_every_choice_is_reached(llm: LLM) -> None:
@@ -259,13 +257,6 @@ def test_a_constraint_that_compiles_for_long_delays_its_own_sequence_only(
     assert slow.output().outputs[0].text == "ab"
 
 
-def test_special_tokens_of_a_text_are_found_however_many_there_are() -> None:
-    special = {"<|end|>": 7, "<|end|>x": 8, "": 9}
-    assert literal("a<|end|>xb<|end|>", special) == '"a" <[8]> "b" <[7]>'
-    assert literal("<|end|>" * 50_000, special) == " ".join(["<[7]>"] * 50_000)
-    assert literal('é"', special) == literal('é"', {}) == '"é\\""' and literal("", special) == '""'
-
-
 # In a process of their own.
 
 CHAIN = "start: a0\n" + "\n".join(f'a{i}: "x{i}" | "y{i}" "z" a{(i + 1) % 9000}' for i in range(9000))
@@ -282,7 +273,7 @@ def stranger(llm: LLM) -> Iterator[GrammarCompiler]:
     """A compiler that tries constraints in a process."""
     maker = llm.core.maker
     own = maker.grammars
-    compiler = GrammarCompiler(llm.tokenizer, own._vocab_size, own._stop_ids)
+    compiler = GrammarCompiler(own._tokenizer_text, own._vocab_size, own._stop_ids)
     compiler.isolated = True
     yield compiler
     compiler.close()
@@ -301,8 +292,7 @@ def test_what_would_end_the_process_is_refused(
 def test_a_trial_ends_when_its_time_is_up(stranger: GrammarCompiler) -> None:
     stranger.check(StructuredOutput(regex="z"))
     vocab_size, ends = stranger._vocab_size, stranger._stop_ids
-    text = stranger._hf.backend_tokenizer.to_str()
-    judge = Judge(text, {}, vocab_size, ends, Limits(cpu_seconds=0.2, memory_bytes=8 << 30))
+    judge = Judge(stranger._tokenizer_text(), vocab_size, ends, Limits(cpu_seconds=0.2, memory_bytes=8 << 30))
     endless = {"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 300)]}
     with pytest.raises(UsageError, match=r"more than 0\.2 s of a processor; make it smaller"):
         judge.check(StructuredOutput(json_schema=endless))
