@@ -5,8 +5,6 @@ TensorRT-LLM's `TorchLlmArgs`, and a record of the pair. Users may edit the file
 `force` only.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -4,8 +4,6 @@ Neither a thread nor a call into a library can be stopped from within the interp
 when a request has used what it may, and the next request starts another.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ All cases of a prompt run right after one another, and the first one rotates, so
 warm cache or a hot processor affects all of them alike. Every request starts from an empty cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Findings of `ddtree-trt check`, and their text."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ reader takes what is new from the sequences itself, text and figures included; n
 reader finds more in one part, costs the memory of one output, and delays no other request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -17,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
@@ -70,7 +68,7 @@ class Submission:
             async for _, part in iterate_parts([self]):
                 yield part
 
-    def __enter__(self) -> Submission:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ The best-first heap over a record runs in C++ (`best_first`). Other ways to make
 (`child_log_probs`), all of a depth at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias

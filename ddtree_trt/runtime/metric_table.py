@@ -4,8 +4,6 @@ A figure that vLLM publishes has vLLM's name and meaning, any other one a name w
 server counts a request when it has ended, the Triton model counts tokens while they arrive.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Requests: checking a call against the engine, making its sequences, and collecting their outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

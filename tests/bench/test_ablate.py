@@ -1,7 +1,5 @@
 """Ablations: replays are the rounds of decoding, and trees are what their names say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import closing

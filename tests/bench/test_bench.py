@@ -1,7 +1,5 @@
 """`ddtree-trt bench`: every case on every prompt, in turn, the same text from all; its figures by plain statements."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The export for TensorRT-LLM: names are those of a release, and files say the engine's pair."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every console, sh and Python block of README and docs/ is run and prints what is shown, or says why it is not run."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

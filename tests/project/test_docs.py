@@ -1,7 +1,5 @@
 """The documents describe the code that is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """A newcomer's hour: a fresh checkout, and every command of docs/tutorial.md as it stands there, the installation too.
 The life of the wheel is in tests/package."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Chat templates that are programs: what they compute, and that those without an end or a measure are stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

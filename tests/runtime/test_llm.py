@@ -1,7 +1,5 @@
 """LLM on the packaged pair: batches, streams, chat turns, log-probabilities."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Who may use an LLM and when: threads, forks, closed engines, interrupts; and callers whose own code fails."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Text, stops and limits against a plain statement on whole strings, with tokens committed in blocks of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Constraints that hold an answer to well-formed calls of a request's tools."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping

@@ -1,7 +1,5 @@
 """How an engine's model writes reasoning and calls of tools, recognised by its chat template or named by the user."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property

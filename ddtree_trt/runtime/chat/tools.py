@@ -1,7 +1,5 @@
 """The tools that a request offers a model, and which of them it is to call, as OpenAI's API spells both."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

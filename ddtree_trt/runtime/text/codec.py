@@ -1,7 +1,5 @@
 """The codec of text and tokens: tokenizer, chat template, incremental detokenisation, stop strings."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Constraints for calls: the grammar library allows what the parsers read as calls of the schema, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

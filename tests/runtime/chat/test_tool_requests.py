@@ -1,7 +1,5 @@
 """What requests say of tools, and messages put into the form of chat templates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

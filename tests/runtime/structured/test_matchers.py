@@ -2,8 +2,6 @@
 behind a text.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -244,12 +242,12 @@ def schemas(seed: int) -> Iterator[dict[str, Any]]:
         yield random_schema(rng)
 
 
-def test_random_tokens_make_valid_json_of_600_schemas(llm: LLM) -> None:
+def test_random_tokens_make_valid_json_of_100_schemas(llm: LLM) -> None:
     """The sampler over logits that are noise: texts that no model would write, from all corners of the schemas."""
     core = llm.core
     vocab, ending = core.engine.manifest.target_dims.vocab_size, frozenset(core.engine.manifest.stop_token_ids)
     rng, kinds = np.random.default_rng(0), set[str]()
-    for number, schema in zip(range(600), satisfiable(schemas(1), llm), strict=False):
+    for number, schema in zip(range(100), satisfiable(schemas(1), llm), strict=False):
         params = SamplingParams(temperature=1.0, seed=number, structured=StructuredOutput(json_schema=schema))
         assert params.structured is not None
         matcher = core.maker.grammars.matcher(params.structured, ending)

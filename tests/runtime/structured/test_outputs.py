@@ -1,7 +1,5 @@
 """Outputs under constraints: every one satisfies its constraint, and no method changes a token of it."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
