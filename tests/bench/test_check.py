@@ -36,6 +36,12 @@ from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.params import SamplingParams
 
 
+@pytest.fixture(autouse=True)
+def fewer_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "GREEDY_BUDGETS", ("auto", 16))
+    monkeypatch.setattr(check, "SAMPLED_BUDGETS", (16,))
+
+
 def settings(engine: Path, **changes: object) -> CheckSettings:
     values = {"engine": str(engine), "limit": 2, "max_tokens": 32, "seeds": 0, "sampled_prompts": 2}
     return CheckSettings(**{**values, **changes})  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ OPTIONS = st.fixed_dictionaries(
 @example(script=FOUR, options={"max_tokens": len(FOUR), "stop": []}, accepted=[7])
 @example(script=FOUR[:-1], options={"max_tokens": len(FOUR), "stop": []}, accepted=[7])
 @example(script=CODEC.encode("stop"), options={"max_tokens": 8, "stop": ["stop"]}, accepted=[3])
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_stops_and_limits_hold_at_any_block_boundary(
     script: list[int], options: dict[str, Any], accepted: list[int]
 ) -> None:
@@ -168,7 +168,7 @@ def test_stops_and_limits_hold_at_any_block_boundary(
 
 
 @given(script=SCRIPTS)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[int]) -> None:
     stream = TextStream(CODEC)
     for i, token in enumerate(script, 1):
@@ -185,7 +185,7 @@ def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[i
     keep_stop=st.booleans(),
     skip=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_parts_of_any_size_are_cut_as_single_tokens_are(
     script: list[int], stops: list[str], sizes: list[int], keep_stop: bool, skip: bool
 ) -> None:

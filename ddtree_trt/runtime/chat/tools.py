@@ -1,6 +1,5 @@
 """The tools that a request offers a model, and which of them it is to call, as OpenAI's API spells both."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +23,8 @@ class Tool:
         description: the tool as chat templates are given it.
     """
 
-    name: str
-    parameters: Mapping[str, Any] | None
+    name: Annotated[str, Pattern(r"[\w.:/-]{1,128}", "1 to 128 letters, digits or any of _ . : / -")]
+    parameters: Annotated[Mapping[str, Any], Expected("a JSON schema, an object")] | None
     strict: bool
     description: Mapping[str, Any]
 
@@ -54,16 +53,6 @@ class ToolUse:
         return [tool.description for tool in self.tools]
 
 
-@dataclass(frozen=True)
-class _Function:
-    """What is read of a tool's function; its other entries are the chat template's."""
-
-    name: Annotated[str, Pattern(r"[\w.:/-]{1,128}", "1 to 128 letters, digits or any of _ . : / -")]
-    parameters: Annotated[Mapping[str, Any], Expected("a JSON schema, an object")] | None
-    strict: bool | None
-    description: str | None
-
-
 def read_tools(given: Any) -> tuple[Tool, ...]:
     """The tools of a list of `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. Other
     entries of a function are the chat template's. Raises UsageError."""
@@ -86,13 +75,13 @@ def _tool(path: str, given: Any) -> Tool:
     entries = given.get("function")
     if not isinstance(entries, Mapping):
         raise UsageError(f"{path}.function must be an object with a name and parameters, not {shown(entries)}")
-    read: dict[str, Any] = {field.name: entries.get(field.name) for field in dataclasses.fields(_Function)}
-    function = _Function(**read)
-    check_fields(function, f"{path}.function.")
     # `strict` is for whoever runs the model, which was trained without it.
     shown_to_model = {key: value for key, value in entries.items() if key != "strict" and value is not None}
     description = {"type": "function", "function": shown_to_model}
-    return Tool(function.name, function.parameters, bool(function.strict), description)
+    given_name: Any = entries.get("name")
+    tool = Tool(given_name, entries.get("parameters"), entries.get("strict") or False, description)
+    check_fields(tool, f"{path}.function.")
+    return tool
 
 
 def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:

@@ -138,10 +138,7 @@ class GrammarCompiler:
         grammar = Grammar(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
         grammar.mask()  # takes most of the work; the library keeps it
         opening = None if structured.after is None else self._opening(structured.after)
-        matcher = Matcher(grammar, self._vocab_size, opening)
-        if opening:
-            matcher.mask()
-        return matcher
+        return Matcher(grammar, opening)
 
     def close(self) -> None:
         if self._judge is not None:

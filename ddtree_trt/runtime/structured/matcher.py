@@ -85,7 +85,7 @@ class Grammar:
         """`state` is changed by `advance`. `ending`: tokens that end the output, allowed where the text is complete;
         `banned`: tokens that are never allowed."""
         self._state = state
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._ending = ending
         self._banned = banned
         self.ended = False  # whether nothing can follow the output
@@ -104,7 +104,7 @@ class Grammar:
     def mask(self) -> Mask:
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         _check(self._state)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+        mask = np.unpackbits(bits, count=self.vocab_size, bitorder="little").astype(bool)
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
@@ -129,9 +129,8 @@ class Matcher:
     everything is allowed but a token that goes beyond it. Only `advance` changes it.
     """
 
-    def __init__(self, grammar: Grammar, vocab_size: int, opening: Opening | None) -> None:
+    def __init__(self, grammar: Grammar, opening: Opening | None) -> None:
         self._grammar = grammar
-        self._vocab_size = vocab_size
         self._opening = opening  # None once the grammar has begun
         self._place = 0  # the opening's state
 
@@ -158,7 +157,7 @@ class Matcher:
         work."""
         if self._opening is None:
             return self._grammar.mask()
-        mask = np.ones(self._vocab_size, bool)
+        mask = np.ones(self._grammar.vocab_size, bool)
         mask[self._opening.crossing(self._place)] = False
         return mask
 
