@@ -4,7 +4,6 @@ import json
 import random
 import re
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge
 from ddtree_trt.runtime.structured.matcher import Opening, Preparing
-from ddtree_trt.runtime.structured.record import MAX_AFTER, MAX_CHOICES, StructuredOutput
+from ddtree_trt.runtime.structured.record import MAX_CHOICES, StructuredOutput
 from ddtree_trt.worker_process import Limits
 
 PROMPT = [{"role": "user", "content": "There are 6 drawers, each with 32 cards. How many cards are there?"}]
@@ -92,28 +91,6 @@ def test_the_end_of_the_text_comes_before_other_limits(llm: LLM) -> None:
     assert set(longer.text) == {"a"} and len(longer.token_ids) >= 5
 
 
-HOSTILE = [
-    {"regex": "(a{1,1000}){1,1000}{1,1000}"},
-    {"json_schema": {"type": "array", "items": {"enum": [f"{i}" * 20 for i in range(2000)]}, "maxItems": 10**9}},
-    {"json_schema": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
-    {"json_schema": {"type": "string", "minLength": 10**18}},
-    {"grammar": "start: start start | start |"},
-    {"grammar": "start: a\n" + "\n".join(f"a{'x' * i}: a{'x' * (i + 1)} a{'x' * (i + 1)}" for i in range(40))},
-]
-
-
-@pytest.mark.parametrize("fields", HOSTILE, ids=lambda fields: str(fields)[:50])
-def test_hostile_constraints_end_in_a_sentence_or_an_output(llm: LLM, fields: dict[str, Any]) -> None:
-    try:
-        found = outputs(llm, StructuredOutput.from_mapping(fields), max_tokens=8, method="ddtree", tree_budget=4)
-    except UsageError as error:
-        assert str(error).startswith("structured") and "\n" not in str(error)
-    else:
-        assert found[0].finish_reason in ("length", "stop")
-    (free,) = llm.generate([PROMPT], SamplingParams(max_tokens=2))[0].outputs
-    assert len(free.token_ids) == 2
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -153,17 +130,6 @@ def test_an_opening_is_found_as_by_search() -> None:
             assert (state == opening.size) == (bool(found) and not rest) and (state is None) == bool(rest)
             if found:
                 break
-
-
-def test_the_longest_opening_takes_little_memory() -> None:
-    text = "ab" * (MAX_AFTER // 2)
-    tokens = [b"a" * n for n in range(1, 64)] + [f"{n}b".encode() for n in range(5000)]
-    tracemalloc.start()
-    opening = Opening(text, tokens)
-    crossing = max(len(opening.crossing(state)) for state in range(len(text.encode())))
-    _, most_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most_bytes < 1 << 20 and crossing <= len(tokens)
 
 
 EXPLOSIONS = [
