@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from documents import Block, Shell, ShellInProcess, blocks_of
+from documents import Block, Shell, blocks_of
 from serving import ProcessServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def shell(
     shutil.copytree(tiny_engine, tmp_path / "engines" / "tiny")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "140")
-    return ShellInProcess(lambda: server().url, lambda: server().ready)
+    return Shell(lambda: server().url, lambda: server().ready)
 
 
 def faults(shell: Shell, path: Path, *states: str) -> list[str]:
