@@ -1,7 +1,5 @@
 """Entry point of `ddtree-trt` and of `python -m ddtree_trt`."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,8 +1,6 @@
 """Diagnosis of this machine: what is installed, what each part enables, and the next command for what is missing; and
 the report on an engine directory. Imports nothing that is slow to load."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 from collections.abc import Iterator, Mapping

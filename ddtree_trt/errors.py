@@ -3,8 +3,6 @@
 `DDTreeError.exit_code` is what the command line ends with: 1 when the work failed, 2 when the call was wrong.
 """
 
-from __future__ import annotations
-
 import reprlib
 
 SHOWN_CHARACTERS = 200

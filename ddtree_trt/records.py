@@ -3,8 +3,6 @@
 `check` holds a record to them, and `commands/arguments.py` makes the options of a command of its fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from types import NoneType

@@ -1,11 +1,8 @@
 """What TensorRT-LLM needs to run an engine's pair with its own DFlash: `ddtree-trt export-trtllm`.
 
-A directory gets two files for `trtllm-serve --config`, with and without speculation, whose keys are fields of
-TensorRT-LLM's `TorchLlmArgs`, and a record of the pair. Users may edit the files; an earlier export is replaced with
-`force` only.
+A directory gets a file for `trtllm-serve --config`, whose keys are fields of TensorRT-LLM's `TorchLlmArgs`, and a
+record of the pair. Users may edit it; an earlier export is replaced with `force` only.
 """
-
-from __future__ import annotations
 
 import json
 import shlex
@@ -23,14 +20,14 @@ from ddtree_trt.build.sources import GGUF, PackagedSource, is_gguf, locate, name
 from ddtree_trt.errors import UsageError
 
 RELEASE = "1.4.0rc1"  # whose sources the names are from
-CONFIG, PLAIN_CONFIG = "config.yaml", "plain.yaml"
+CONFIG = "config.yaml"
 RECORD = "export.json"  # written last
 SPECULATIVE = "speculative_config"
 
 _HEAD = """\
 # Written by ddtree-trt {version} for the pair of the engine {name}: the target with the drafter's chain (DFlash). Names
 # are those of TensorRT-LLM {release}; the authors of ddtree-trt did not run it. DFlash is in its PyTorch backend, as
-# far as its documents say in 1.3.0rc27 and later pre-releases. With {plain} the target runs alone:
+# far as its documents say in 1.3.0rc27 and later pre-releases. Without its last field the target runs alone:
 #   trtllm-serve {target} --config {config} --port 8000
 """
 _REVISION = """\
@@ -63,7 +60,7 @@ def export_pair(
     target = _find_model(manifest.target, checkpoint, "--checkpoint")
     draft = _find_model(manifest.drafter, drafter, "--drafter")
     config = settings(manifest, target, draft)
-    values = {"name": manifest.name, "target": shlex.quote(target.name), "config": CONFIG, "plain": PLAIN_CONFIG}
+    values = {"name": manifest.name, "target": shlex.quote(target.name), "config": CONFIG}
     head = _HEAD.format(**values, version=__version__, release=RELEASE)
     if draft.revision is not None:
         head += _REVISION.format(name=draft.name, revision=draft.revision)
@@ -71,8 +68,7 @@ def export_pair(
         head += _TEMPLATE.format(arguments=json.dumps(dict(manifest.chat_template_args)))
     record = {"model": target.name, "target": manifest.target.sha256, "drafter": manifest.drafter.sha256}
     with atomic_directory(destination, force=force, marker=RECORD) as directory:
-        for name, content in ((CONFIG, config), (PLAIN_CONFIG, plain(config))):
-            (directory / name).write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        (directory / CONFIG).write_text(head + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         (directory / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -101,10 +97,6 @@ def settings(manifest: Manifest, target: Model, drafter: Model) -> dict[str, Any
             "speculative_model": drafter.name,
         },
     }
-
-
-def plain(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != SPECULATIVE}
 
 
 def check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:

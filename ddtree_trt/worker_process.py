@@ -4,8 +4,6 @@ Neither a thread nor a call into a library can be stopped from within the interp
 when a request has used what it may, and the next request starts another.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -24,7 +22,6 @@ from ddtree_trt.errors import EngineError
 
 Work = Callable[[Any], dict[str, Any]]  # a request → its answer, both of what JSON can hold
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 _PACKAGES = str(Path(__file__).resolve().parent.parent)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
@@ -50,16 +47,6 @@ class Limits:
 
 class LimitReached(Exception):
     """A request came to a limit; the text says what it does."""
-
-
-def isolated(code: str, *arguments: str) -> list[str]:
-    """The command that runs `code` with `arguments` as `sys.argv[1:]`, in a process that uses this one's packages and
-    nothing of its directory or variables. Raises EngineError where Python's own program is not known."""
-    if not sys.executable:
-        raise EngineError("sys.executable is not set, so no process of this Python can be started")
-    # '' is the working directory. Isolation drops import hooks of the user's site, one of which may have found us.
-    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
-    return [sys.executable, "-I", "-c", _BOOT + code, json.dumps([*path, _PACKAGES]), *arguments]
 
 
 class WorkerProcess:
@@ -129,19 +116,18 @@ class WorkerProcess:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
+        # -P: nothing of the working directory is imported. Packages are this process's, whatever hook found ours.
+        command = [sys.executable, "-P", "-m", __name__, self._work, json.dumps(asdict(self._limits))]
+        path = os.pathsep.join([*filter(None, sys.path), _PACKAGES])
         try:
-            limits = json.dumps(asdict(self._limits))
-            command = isolated("from ddtree_trt.worker_process import main; main()", self._work, limits)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **_ONE_THREAD},
+                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C in a terminal must reach this process only
             )
-        except EngineError as error:
-            raise EngineError(f"{self._cannot}: {error}") from error
         except OSError as error:
             raise EngineError(f"{self._cannot}: {command[0]} does not start: {error}") from error
         return self._process
@@ -205,3 +191,7 @@ def limit(kind: int, most: int) -> None:
 def _mapped_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,7 @@ def beam(candidates: Candidates, nodes: int, depth: int, width: int = 4) -> Draf
 def _by_depth(candidates: Candidates, nodes: int, depth: int, width: int, *, beam: bool) -> DraftTree:
     candidates.best_first(0)  # raises ValueError for candidates that cannot be used
     weights, tokens, parents, depths = [0.0], [0], [-1], [0]
-    above = [] if candidates.empty else [(0, 0)]  # (node, row of its children)
+    above = [(0, 0)] if candidates.token_ids.size else []  # (node, row of its children)
     while above and depths[-1] < depth and not (beam and len(weights) > nodes):
         found = candidates.child_log_probs([row for _, row in above])
         children = []

@@ -5,8 +5,6 @@ interval is a bootstrap over prompts. τ is the mean over prompts of tokens comm
 All else is a median over prompts. Repeats of a prompt count as their median.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of `bench` and `check`, whose defaults the command line reads from here. Loading this loads no NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Findings of `ddtree-trt check`, and their text."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -31,7 +29,6 @@ class DistributionFinding:
     case: str
     draws: int
     chi_square: float
-    degrees: int
     p_value: float | None  # None: fewer draws than FEWEST, which show nothing
 
     @property
@@ -62,7 +59,7 @@ def uniformity(places: Sequence[float], case: str = "") -> DistributionFinding:
     expected = max(n, 1) / BINS
     statistic = float(((counts - expected) ** 2).sum() / expected)
     p_value = chi_square_tail(statistic, BINS - 1) if n >= FEWEST else None
-    return DistributionFinding(case, n, statistic, BINS - 1, p_value)
+    return DistributionFinding(case, n, statistic, p_value)
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
@@ -292,7 +289,7 @@ def describe(report: CheckReport) -> list[str]:
     for t in report.distribution:
         figures = f"{t.draws} tokens that are not all but certain, too few to judge; raise --seeds"
         if t.p_value is not None:
-            figures = f"{t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, p = {t.p_value:.3g}"
+            figures = f"{t.draws} tokens, χ² {t.chi_square:.1f} at {BINS - 1} degrees, p = {t.p_value:.3g}"
         lines.append(line(t.passed, t.case, figures))
     if report.tau:
         lines += ["", "golden τ (tokens per round)"]

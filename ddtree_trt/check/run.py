@@ -5,8 +5,6 @@ the precision rounds, and in an exact engine (`engines/base.py`) none may differ
 token's place in the target's own distribution is uniform. Golden τ: the mean acceptance length is in the pair's range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path

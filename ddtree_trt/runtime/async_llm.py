@@ -7,8 +7,6 @@ reader takes what is new from the sequences itself, text and figures included; n
 reader finds more in one part, costs the memory of one output, and delays no other request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -17,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
@@ -70,7 +68,7 @@ class Submission:
             async for _, part in iterate_parts([self]):
                 yield part
 
-    def __enter__(self) -> Submission:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +151,7 @@ class AsyncLLM(Client):
         self._admitted = 0  # sequences submitted and not ended
         self._closing = False
         self._closed = False
-        self._failure: EngineError | None = None
+        self.failure: EngineError | None = None  # what stopped the engine for good
         self._cancelled: list[Sequence] = []  # since the last delivery; of the worker
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
@@ -179,13 +177,8 @@ class AsyncLLM(Client):
         return self.core.scheduler.cache_usage
 
     @property
-    def failure(self) -> EngineError | None:
-        """The error that stopped the engine for good, or None while it works."""
-        return self._failure
-
-    @property
     def failed(self) -> bool:
-        return self._failure is not None
+        return self.failure is not None
 
     async def generate(
         self,
@@ -277,8 +270,8 @@ class AsyncLLM(Client):
             self.core.close()
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self._closing:
             raise EngineError("the engine has been shut down")
 
@@ -362,9 +355,6 @@ class AsyncLLM(Client):
             if not request.finished or self._active.get(request.request_id) is not submission:
                 return
             del self._active[request.request_id]
-        self._report_finished(request)
-
-    def _report_finished(self, request: Request) -> None:
         if self._on_finished is None:
             return
         try:
@@ -376,7 +366,7 @@ class AsyncLLM(Client):
         failure = EngineError(f"the engine stopped ({type(error).__name__}: {error}); restart the process")
         failure.__cause__ = error
         with self._wake:
-            self._failure = failure
+            self.failure = failure
             everyone = list(self._active.values())
             self._active.clear()
             self._commands.clear()

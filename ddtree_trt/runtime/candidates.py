@@ -8,8 +8,6 @@ The best-first heap over a record runs in C++ (`best_first`). Other ways to make
 (`child_log_probs`), all of a depth at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -42,11 +40,6 @@ class Marginals:
     log_probs: NDArray[np.float32]  # [L, K], falling
     token_ids: NDArray[np.int32]  # [L, K]
 
-    @property
-    def empty(self) -> bool:
-        """Whether the root has no candidates."""
-        return self.log_probs.size == 0
-
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
         """The `budget` most probable prefixes of at most `max_depth` tokens, each among the `width` first of its row,
         in the order the heap pops them. Raises ValueError for shapes that differ, a row that does not fall, NaN or
@@ -68,10 +61,6 @@ class LinkedRows:
     log_probs: NDArray[np.float32]  # [R, K], falling
     token_ids: NDArray[np.int32]  # [R, K]
     next_rows: NDArray[np.int32]  # [R, K]: a later row, or NO_ROW
-
-    @property
-    def empty(self) -> bool:
-        return self.log_probs.size == 0
 
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
         """As `Marginals.best_first`. Raises ValueError also for a link to the same row, one before it, or none."""
@@ -97,10 +86,6 @@ class Bilinear:
     token_ids: NDArray[np.int32]  # [L, C]
     left: NDArray[np.float32]  # [L, C, r]; left[t, a] belongs to candidate a of position t − 1
     right: NDArray[np.float32]  # [L, C, r]
-
-    @property
-    def empty(self) -> bool:
-        return self.unary.size == 0
 
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
         """As `Marginals.best_first`; the conditionals of a candidate are computed when its children are wanted."""

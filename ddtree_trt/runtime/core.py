@@ -3,8 +3,6 @@
 `LLM`, `AsyncLLM` and `bench` drive the same core and differ in who calls it, and when.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from functools import cached_property

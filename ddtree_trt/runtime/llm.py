@@ -1,7 +1,5 @@
 """LLM: generate and stream from an engine directory."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -10,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError, shown
@@ -206,7 +204,7 @@ class LLM(Client):
             self._closed = True
             self.core.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

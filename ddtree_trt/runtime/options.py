@@ -1,7 +1,5 @@
 """Options that an engine is opened with: the one place of their defaults, bounds and words. Imports nothing slow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

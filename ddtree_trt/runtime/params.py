@@ -4,14 +4,12 @@ Every interface is generated from the fields: those of HTTP bodies, Triton's inp
 line, and the table in `docs/generation.md`. Routing to rounds on the device reads them too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import After, Between, Expected, check_fields
@@ -242,7 +240,7 @@ class SamplingParams:
         return self.temperature > 0
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Params of values by field name, or by another name of `structured`. Raises UsageError for an unknown name."""
         values = without_aliases(values)
         if unknown := sorted(str(name) for name in values if name not in PARAMETERS):

@@ -1,7 +1,5 @@
 """Requests: checking a call against the engine, making its sequences, and collecting their outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,7 +96,7 @@ class RequestMaker:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         vocab_size, stops = self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
-        return GrammarCompiler(self._codec.tokenizer, vocab_size, stops)
+        return GrammarCompiler(self._codec.tokenizer.backend_tokenizer.to_str, vocab_size, stops)
 
     def make(
         self,

@@ -6,8 +6,6 @@ running sequences by one chunk per round, and a sequence that finishes or is can
 step. A free slot keeps its cache: a prompt that begins with a free slot's tokens starts behind them.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

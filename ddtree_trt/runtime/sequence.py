@@ -4,8 +4,6 @@ The thread that decodes writes tokens, then the reason of their end, and says at
 may read meanwhile what is settled, and makes the text of it: decoding makes none but where stop strings are sought.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

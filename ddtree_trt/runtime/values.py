@@ -1,7 +1,5 @@
 """Kinds of values that requests hold, as annotations that pydantic checks: numbers of any library, texts, token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Annotated, Any

@@ -1,9 +1,7 @@
 """Ablations: replays are the rounds of decoding, and trees are what their names say."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -112,14 +110,16 @@ def test_more_nodes_or_depth_never_promise_less() -> None:
     assert [row.candidates for row in both.conditionals()] == ["marginals"] * 3 + ["conditionals"] * 3
 
 
-def check_replay(session: Session, top_k: int, grow: Callable[[Candidates], DraftTree], **params: Any) -> None:
-    """Round by round the lengths of the engine's own decoding with that tree, also to the last one."""
+def check_replays(
+    session: Session, top_k: int, ways: Sequence[tuple[Callable[[Candidates], DraftTree], dict[str, Any]]]
+) -> None:
+    """Round by round the lengths of the engine's own decoding with those trees, also to the last one."""
     prompts = [session.codec.encode(p.opening) for p in load_prompts(("tiny",), 3)]
     recorded = record(session, prompts, 40, top_k)
     assert session.engine.length(0) == 0
-    decoding = SamplingParams(max_tokens=40, temperature=0.0, **params)
-    outputs = [session.generate(ids, decoding)[0] for ids in prompts]
-    assert replay(recorded, grow).lengths == tuple(tuple(o.metrics.acceptance_lengths) for o in outputs)
+    for grow, params in ways:
+        outputs = [session.generate(ids, SamplingParams(max_tokens=40, **params))[0] for ids in prompts]
+        assert replay(recorded, grow).lengths == tuple(tuple(o.metrics.acceptance_lengths) for o in outputs)
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +132,12 @@ def eagle_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replays_are_the_rounds_of_decoding(tiny_engine: Path, eagle_directory: Path, tmp_path: Path) -> None:
     """Of drafts in a block and by levels, where the heap over what was expanded is EAGLE-2's tree."""
     with closing(Session(tiny_engine)) as session:
-        for nodes in (5, 64):
-            check_replay(session, 64, partial(heap, nodes=nodes, depth=15), tree_budget=nodes)
-        check_replay(session, 64, partial(chain, nodes=15, depth=15), method="dflash")
+        heaps = [(partial(heap, nodes=nodes, depth=15), {"tree_budget": nodes}) for nodes in (5, 64)]
+        check_replays(session, 64, [*heaps, (partial(chain, nodes=15, depth=15), {"method": "dflash"})])
     with closing(Session(eagle_directory)) as session:
-        for grow, nodes in ((eagle2, 5), (heap, 48)):
-            check_replay(session, EXPANDED, partial(grow, nodes=nodes, depth=LEVELS), tree_budget=nodes)
+        sizes = ((eagle2, 5), (heap, 48))
+        ways = [(partial(grow, nodes=nodes, depth=LEVELS), {"tree_budget": nodes}) for grow, nodes in sizes]
+        check_replays(session, EXPANDED, ways)
         with pytest.raises(UsageError, match="only a block drafter's marginals"):
             drafts.save(record(session, [[5, 6, 7]], 4, EXPANDED), tmp_path / "none.npz")
 

@@ -1,7 +1,5 @@
 """Prompt files, the shipped set, and the paper's datasets from local copies."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

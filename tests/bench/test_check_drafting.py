@@ -1,7 +1,5 @@
 """Each cause of low acceptance, built into a pair, is what `ddtree-trt check` names."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from contextlib import closing

@@ -1,7 +1,5 @@
 """How much Python a round is, which no busy machine changes."""
 
-from __future__ import annotations
-
 import pytest
 
 from workbench.host import CASES, python_calls

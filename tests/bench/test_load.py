@@ -1,7 +1,5 @@
 """Measuring servers under load: what they see, what the client makes of their answers, and its figures."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

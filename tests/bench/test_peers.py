@@ -1,7 +1,5 @@
 """Peers: each gives the engine's own tokens where it runs here, and says what is missing where it does not."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

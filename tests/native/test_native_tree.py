@@ -64,7 +64,7 @@ def prefixes(
     candidates: Candidates, max_depth: int, row: int = 0, weight: float = 0.0, ranks: tuple[int, ...] = ()
 ) -> Iterator[Node]:
     """Every possible prefix below a row, its weight summed from the root."""
-    if candidates.empty or row == NO_ROW or len(ranks) == max_depth:
+    if not candidates.token_ids.size or row == NO_ROW or len(ranks) == max_depth:
         return
     log_probs, _, rows = (part[0].tolist() for part in candidates.child_log_probs([row]))
     for rank, (log_prob, below) in enumerate(zip(log_probs, rows, strict=True)):
@@ -187,7 +187,7 @@ EMPTY: list[Candidates] = [
 
 @pytest.mark.parametrize("candidates", EMPTY)
 def test_nothing_grows_of_no_candidates(candidates: Candidates) -> None:
-    assert candidates.empty and len(best_tree(candidates, 5)) == 0
+    assert len(best_tree(candidates, 5)) == 0
 
 
 def test_impossible_candidates_never_enter() -> None:

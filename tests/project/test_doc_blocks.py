@@ -1,7 +1,5 @@
 """Every console, sh and Python block of README and docs/ is run and prints what is shown, or says why it is not run."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from documents import Block, Shell, ShellInProcess, blocks_of
+from documents import Block, Shell, blocks_of
 from serving import ProcessServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +42,7 @@ def shell(
     shutil.copytree(tiny_engine, tmp_path / "engines" / "tiny")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "140")
-    return ShellInProcess(lambda: server().url, lambda: server().ready)
+    return Shell(lambda: server().url, lambda: server().ready)
 
 
 def faults(shell: Shell, path: Path, *states: str) -> list[str]:

@@ -1,7 +1,5 @@
 """The documents describe the code that is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -132,6 +130,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     command_line = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     for name in ("ddtree-trt run", "ddtree-trt bench", "--tree-budget", "--list-examples"):

@@ -1,7 +1,5 @@
 """The KServe manifest: valid by KServe's own schema, and the same server as the Deployment beside it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """AsyncLLM: many callers, one engine, and no one's fate decides another's."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

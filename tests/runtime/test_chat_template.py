@@ -1,7 +1,5 @@
 """Chat templates that are programs: what they compute, and that those without an end or a measure are stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -27,7 +25,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.runtime.text.chat_template import Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.worker_process import Limits, isolated
+from ddtree_trt.worker_process import Limits
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "größe?\n{{ 5 }} 😀"}]
 PLAIN = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -43,7 +41,7 @@ def renderer() -> Iterator[Renderer]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Renderer]:
-    renderer = Renderer(Limits(cpu_seconds=1.0, memory_bytes=256 << 20))
+    renderer = Renderer(Limits(cpu_seconds=0.5, memory_bytes=256 << 20))
     yield renderer
     renderer.close()
 
@@ -79,7 +77,7 @@ BOUNDED = [
 @pytest.mark.parametrize("template", [NESTED.replace("x", ""), "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_without_an_end_is_stopped(hasty: Renderer, template: str) -> None:
     with pytest.raises(
-        UsageError, match="takes more than 1 s of a processor for these messages and was stopped; shorten"
+        UsageError, match=r"takes more than 0\.5 s of a processor for these messages and was stopped; shorten"
     ):
         hasty.render(template, MESSAGES, {})
     assert hasty._process is None, "it does not go on"
@@ -94,23 +92,12 @@ def test_a_template_s_error_is_one_line(renderer: Renderer, template: str, text:
     assert renderer.render(PLAIN, MESSAGES[:1], {"bos_token": ""}) == "<system>Be brief.\n", "the next one renders"
 
 
-def test_the_process_may_be_killed_between_renderings(renderer: Renderer) -> None:
-    assert renderer.render("a", MESSAGES, {}) == "a"
-    process = renderer._process
-    assert process is not None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert renderer.render("b", MESSAGES, {}) == "b"
-
-
-def test_an_interrupted_rendering_leaves_no_answer_behind() -> None:
-    renderer = Renderer()
+def test_an_interrupted_rendering_leaves_no_answer_behind(renderer: Renderer) -> None:
     renderer.wait()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         renderer.render(NESTED, MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
-    renderer.close()
 
 
 def test_long_messages_pass_through_the_pipe(renderer: Renderer) -> None:
@@ -141,8 +128,9 @@ def test_what_json_cannot_hold_is_refused(renderer: Renderer, value: object) -> 
 def test_it_runs_nothing_of_the_directory_it_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("json.py", "jinja2.py", "sitecustomize.py", "transformers.py"):
         (tmp_path / name).write_text("import os; os._exit(3)")
+    packages = str(Path(ddtree_trt.__file__).parent.parent)  # found by a hook, perhaps, and not on the path
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "path", ["", *(p for p in sys.path if p != packages)])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     renderer = Renderer()
     assert renderer.render("a", MESSAGES, {}) == "a"
@@ -157,14 +145,6 @@ def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(EngineError, match="/nonexistent/python does not start"):
         Renderer().render("a", MESSAGES, {})
-
-
-def test_packages_found_by_a_hook_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an editable installation in the user's site, whose hook an isolated process does not run."""
-    packages = str(Path(ddtree_trt.__file__).parent.parent)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != packages and "site-packages" not in p])
-    command = isolated("import ddtree_trt; print(ddtree_trt.__file__)")
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == ddtree_trt.__file__
 
 
 LIMITED = """
@@ -182,15 +162,16 @@ def test_a_process_with_limits_of_its_own_renders() -> None:
     assert (done.returncode, done.stdout) == (0, "ab\n"), done.stderr
 
 
-def test_a_process_that_ends_is_not_the_messages_fault() -> None:
-    renderer = Renderer()
+def test_a_process_that_ends_is_not_the_messages_fault(renderer: Renderer) -> None:
     renderer.wait()
     assert renderer._process is not None
     threading.Timer(0.1, renderer._process.kill).start()
     with pytest.raises(EngineError, match="rendered: their process ended with code -9; try again"):
         renderer.render(NESTED, MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
-    renderer.close()
+    renderer._process.kill()  # between two renderings
+    renderer._process.wait()
+    assert renderer.render("c", MESSAGES, {}) == "c"
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -208,17 +189,17 @@ def test_a_forked_process_has_its_own() -> None:
     assert chat_template.render("c", MESSAGES, {}) == "c"
 
 
-def test_an_engine_s_chat_is_rendered_there(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_s_chat_is_rendered_there(
+    tiny_engine: Path, hasty: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codec = TextCodec(tiny_engine, {})
     expected = codec.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert codec.render(MESSAGES) == expected
     assert codec.encode(MESSAGES) == codec.encode(expected)
-    slow = Renderer(Limits(cpu_seconds=0.5, memory_bytes=256 << 20))
-    monkeypatch.setattr(chat_template, "render", slow.render)
+    monkeypatch.setattr(chat_template, "render", hasty.render)
     codec.tokenizer.chat_template = NESTED
-    with pytest.raises(UsageError, match=r"takes more than 0\.5 s of a processor for these messages"):
+    with pytest.raises(UsageError, match=r"takes more than 0.5 s of a processor for these messages"):
         codec.encode(MESSAGES)
-    slow.close()
 
 
 # Variables of one request: through every door, over what the engine was built with

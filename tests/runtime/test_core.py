@@ -1,7 +1,5 @@
 """The engine core: how it is put together, and what runs on it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may use an LLM and when: threads, forks, closed engines, interrupts; and callers whose own code fails."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools
@@ -120,8 +118,9 @@ def test_a_stream_dropped_within_a_call_frees_its_slot_after_it(llm: LLM) -> Non
     occupied = []
 
     def drop(round: object) -> None:
-        held.clear()
-        gc.collect()
+        if held:
+            held.clear()
+            gc.collect()
         occupied.append(llm.core.scheduler.slots - llm.core.scheduler.free_slots)
 
     expected = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids

@@ -1,7 +1,5 @@
 """SamplingParams: what its fields accept and refuse, and that every way in is made of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Text, stops and limits against a plain statement on whole strings, with tokens committed in blocks of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -137,7 +135,7 @@ OPTIONS = st.fixed_dictionaries(
 @example(script=FOUR, options={"max_tokens": len(FOUR), "stop": []}, accepted=[7])
 @example(script=FOUR[:-1], options={"max_tokens": len(FOUR), "stop": []}, accepted=[7])
 @example(script=CODEC.encode("stop"), options={"max_tokens": 8, "stop": ["stop"]}, accepted=[3])
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_stops_and_limits_hold_at_any_block_boundary(
     script: list[int], options: dict[str, Any], accepted: list[int]
 ) -> None:
@@ -170,7 +168,7 @@ def test_stops_and_limits_hold_at_any_block_boundary(
 
 
 @given(script=SCRIPTS)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[int]) -> None:
     stream = TextStream(CODEC)
     for i, token in enumerate(script, 1):
@@ -187,7 +185,7 @@ def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[i
     keep_stop=st.booleans(),
     skip=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_parts_of_any_size_are_cut_as_single_tokens_are(
     script: list[int], stops: list[str], sizes: list[int], keep_stop: bool, skip: bool
 ) -> None:
@@ -241,7 +239,7 @@ def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_bac
         ([1, 2.0], "item 1 is 2.0"),
         ([7, True], "item 1 is True"),
         ([{"role": "user", "content": "x"}, "y"], "item 0 is {'content'"),
-        ([{"role": "user", "content": "a\udfff"}], "content of message 0 must be valid Unicode"),
+        ([{"role": "user", "content": "a\udfff"}], "must be valid Unicode"),
         ([1, "a"], "a prompt is text, a list of token ids, or a list of chat messages .* item 1 is 'a'"),
         ([{"role": "user", "content": 5}], "needs a role and a content"),
     ],

@@ -264,7 +264,7 @@ def test_without_the_library_the_answer_says_what_to_install(
     from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 
     core = server.llm.core
-    fresh = GrammarCompiler(core.codec.tokenizer, core.engine.manifest.target_dims.vocab_size, frozenset())
+    fresh = GrammarCompiler(str, core.engine.manifest.target_dims.vocab_size, frozenset())
     monkeypatch.setattr(core.maker, "grammars", fresh)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = server.chat(guided_regex="a")

@@ -19,7 +19,6 @@ import io
 import re
 import shlex
 import subprocess
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,20 +81,12 @@ def blocks_of(path: Path) -> list[Block]:
     return found
 
 
-class Shell(ABC):
-    """Runs blocks in a working directory and compares what they print."""
+class Shell:
+    """Runs blocks in the test's own process and working directory, and compares what they print."""
 
     def __init__(self, address: Callable[[], str], banner: Callable[[], str]) -> None:
         self._address = address  # gives the server that the documents ask at port 8000
         self._banner = banner  # gives the line that the server printed when it was ready
-
-    @abstractmethod
-    def run_python(self, code: str) -> str:
-        """What a program prints."""
-
-    @abstractmethod
-    def run_command(self, command: str) -> str:
-        """What a command prints. Raises an exception where it fails or cannot be run."""
 
     def fault(self, block: Block) -> str | None:
         """What is wrong with a block's output; None where it is as shown."""
@@ -125,16 +116,14 @@ class Shell(ABC):
             return text
         return re.sub(r"(?:http://)?(?:127\.0\.0\.1|localhost):8000", self._address(), text)
 
-
-class ShellInProcess(Shell):
-    """In the test's own process and working directory: starting a process takes seconds."""
-
     def run_python(self, code: str) -> str:
+        """What a program prints."""
         with _captured() as printed:
             exec(compile(code, "example", "exec"), {"__name__": "__main__"})
         return printed.getvalue()
 
     def run_command(self, command: str) -> str:
+        """What a command prints. Raises an exception where it fails or cannot be run."""
         program, *arguments = shlex.split(command, comments=True)
         if program.rpartition("/")[2] == "ddtree-trt":
             with _captured() as printed:

@@ -14,7 +14,7 @@ from tensorrt_llm import llmapi
 from ddtree_trt.bench.measure import Outcome, Request
 from ddtree_trt.build.sources import is_gguf
 from ddtree_trt.errors import UsageError
-from ddtree_trt.trtllm_export import SPECULATIVE, Model, plain, settings
+from ddtree_trt.trtllm_export import SPECULATIVE, Model, settings
 from workbench.peers.base import PeerContext, TokenClock
 
 # Two models share the GPU; block reuse is off because every request of a benchmark starts cold.
@@ -31,7 +31,7 @@ class TensorRTLLMPeer:
         model, config = str(target), {"dtype": "auto", "max_seq_len": manifest.limits.max_seq_len}
         if manifest.drafter_kind == "dflash":
             config = settings(manifest, Model(model), Model(str(drafter)))
-        self._models = {"ar": _load(model, plain(config))}
+        self._models = {"ar": _load(model, {name: value for name, value in config.items() if name != SPECULATIVE})}
         if SPECULATIVE in config:
             self._models["dflash"] = _load(model, config)
         self.methods = list(self._models)

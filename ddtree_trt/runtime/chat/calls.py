@@ -1,7 +1,5 @@
 """Calls of tools as models write them: JSON in tags (Qwen, Hermes), bare JSON (Llama 3), or tags (Qwen3-Coder)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping

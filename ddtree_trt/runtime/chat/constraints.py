@@ -1,10 +1,8 @@
 """Constraints that hold an answer to well-formed calls of a request's tools."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
@@ -19,9 +17,10 @@ from ddtree_trt.runtime.chat.calls import (
     listed_values,
     schema_types,
 )
+from ddtree_trt.runtime.chat.parsers import LLAMA3_JSON, QWEN3_CODER
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
 from ddtree_trt.runtime.chat.tools import Tool, ToolUse
-from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput, Tag
+from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput
 
 _ANY_OBJECT = {"type": "object"}
 # As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
@@ -33,63 +32,57 @@ _ONE_LINE: Mapping[str, Any] = {
 _BARE_BEGIN = '{"name":'
 
 
-def tagged_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
-    """The constraint for calls that `TaggedJson` reads; None where the answer is free."""
-    return _json(use, thinking, (TOOL_CALL, '\n{"name":', "arguments", f"}}\n{END_OF_CALL}"), "\n")
+def constraint(parser: str, use: ToolUse, thinking: Thinking, special: Collection[str] = ()) -> StructuredOutput | None:
+    """What holds an answer to calls that the parser reads; None where the answer is free. `special`: the marks that are
+    a token each, which is then meant where one stands in a call.
 
-
-def bare_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
-    return _json(use, thinking, (_BARE_BEGIN, "", "parameters", "}"), "; ")
-
-
-def _json(use: ToolUse, thinking: Thinking, call: tuple[str, str, str, str], between: str) -> StructuredOutput | None:
-    """The constraint for calls of one object each. `call`: how one begins, what follows up to the name, what the
-    arguments are called, and how it ends."""
-    opening, to_name, arguments, end = call
-    if (begin := _beginning(use, thinking, opening)) is None:
-        return None
-    after, first = begin
-    tags = tuple(
-        Tag(f'{first}{to_name} {json.dumps(tool.name)}, "{arguments}": ', {**_ONE_LINE, **schema}, end)
-        for tool, schema in _schemas(use)
-    )
-    separator = between + opening[: len(opening) - len(first)]
-    most = None if use.parallel else 1
-    return StructuredOutput(tags=tags, at_least=1, at_most=most, separator=separator, after=after)
-
-
-def xml(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
-    if (begin := _beginning(use, thinking, TOOL_CALL)) is None:
-        return None
-    after, opening = begin
-    ends = "|".join(ENDS_OF_TEXT).replace("/", r"\/")
-    rules = ["NAME: /[^<>\\n]+/", f"ANY: TEXT {_END}", rf"TEXT: /(?s:.*)/ & ~/(?s:.*({ends}).*)/"]
-    for i, (tool, schema) in enumerate(_schemas(use)):
-        try:
-            body = _xml_parameters({**_ONE_LINE, **schema})
-        except _NotHeld as fault:
-            raise UsageError(
-                f"tools: calls of {tool.name}, as this model writes them, cannot be held to their schema because of "
-                f"{fault}; leave that out, or have the tool neither strict nor required"
-            ) from None
-        rules.append(
-            f"call{i}: {_text(f'{opening}{chr(10)}<function={tool.name}>{chr(10)}')} {body} "
-            f"{_text(f'</function>{chr(10)}{END_OF_CALL}')}"
-        )
-    call = "(" + " | ".join(f"call{i}" for i in range(len(use.tools))) + ")"
-    more = f" ({_text(chr(10) + TOOL_CALL[: len(TOOL_CALL) - len(opening)])} {call})*" if use.parallel else ""
-    return StructuredOutput(grammar="\n".join([f"start: {call}{more}", *rules]), after=after)
-
-
-def _beginning(use: ToolUse, thinking: Thinking, opening: str) -> tuple[str | None, str] | None:
-    """Behind which text the constraint begins, and what is then still to be written of a first call's opening; None
-    where nothing is constrained.
-
-    An answer that need not call is free up to the opening of its first call, where one of the tools is strict.
+    An answer that need not call is free up to the opening of its first call, where one of the tools is strict. Raises
+    UsageError for a tool whose calls cannot be held to its schema.
     """
+    opening, between = (_BARE_BEGIN, "; ") if parser == LLAMA3_JSON else (TOOL_CALL, "\n")
+    after, first = (None if thinking == "never" else END_OF_THINKING), literal(opening, special)
     if use.choice == "auto":
-        return (opening, "") if any(tool.strict for tool in use.tools) else None
-    return (None if thinking == "never" else END_OF_THINKING), opening
+        if not any(tool.strict for tool in use.tools):
+            return None
+        after, first = opening, ""
+    more = f"({literal(between + opening, special)} call)*" if use.parallel else ""
+    rules = [f"start: {first} call {more}", "call: " + " | ".join(f"call{i}" for i in range(len(use.tools)))]
+    for i, (tool, schema) in enumerate(_schemas(use)):
+        call = _xml_call if parser == QWEN3_CODER else _bare_call if parser == LLAMA3_JSON else _tagged_call
+        head, body, end = call(tool, {**_ONE_LINE, **schema})
+        rules.append(f"call{i}: {literal(head, special)} {body} {literal(end, special)}")
+    if parser == QWEN3_CODER:
+        ends = "|".join(ENDS_OF_TEXT).replace("/", r"\/")
+        rules += ["NAME: /[^<>\\n]+/", f"ANY: TEXT {_END}", rf"TEXT: /(?s:.*)/ & ~/(?s:.*({ends}).*)/"]
+    return StructuredOutput(grammar="\n".join(rules), after=after)
+
+
+# Behind its opening a call is a text, an expression of its arguments, and a text.
+
+
+def _tagged_call(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
+    head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
+    return head, f"%json {json.dumps(schema)}", f"}}\n{END_OF_CALL}"
+
+
+def _bare_call(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f' {json.dumps(tool.name)}, "parameters": ', f"%json {json.dumps(schema)}", "}"
+
+
+def _xml_call(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
+    try:
+        return f"\n<function={tool.name}>\n", _xml_parameters(schema), f"</function>\n{END_OF_CALL}"
+    except _NotHeld as fault:
+        raise UsageError(
+            f"tools: calls of {tool.name}, as this model writes them, cannot be held to their schema because of "
+            f"{fault}; leave that out, or have the tool neither strict nor required"
+        ) from None
+
+
+def literal(text: str, special: Collection[str]) -> str:
+    """A text in Lark; the special tokens in it stand for themselves."""
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(part if part in special else _quoted(part) for part in parts if part) or '""'
 
 
 def _schemas(use: ToolUse) -> list[tuple[Tool, Mapping[str, Any]]]:
@@ -107,11 +100,11 @@ def check_schemas(use: ToolUse, check: Callable[[StructuredOutput], None]) -> No
             raise UsageError(f"{STRUCTURED}: {tool.name}'s{str(error).partition(':')[2]}") from error
 
 
-def _text(text: str) -> str:
+def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_END = _text(f"\n{END_OF_PARAMETER}\n")
+_END = _quoted(f"\n{END_OF_PARAMETER}\n")
 
 
 class _NotHeld(Exception):
@@ -142,7 +135,7 @@ def _xml_parameters(schema: Mapping[str, Any]) -> str:
         return '("<parameter=" NAME ">\\n" ANY)*'
     parts, size = [], 0
     for name, of_value in properties.items():
-        part = f"{_text(f'<parameter={name}>{chr(10)}')} {_xml_parameter(name, of_value, schema)}"
+        part = f"{_quoted(f'<parameter={name}>{chr(10)}')} {_xml_parameter(name, of_value, schema)}"
         parts.append(part if name in required else f"({part})?")
         if (size := size + len(part)) > MAX_CHARACTERS:  # definitions are repeated with every parameter
             raise _NotHeld(f"its size, a grammar of more than {MAX_CHARACTERS} characters")
@@ -179,4 +172,4 @@ def _listed(name: str, value: Any, kinds: set[str]) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     if json.loads(as_json(text, kinds)) != value or any(end in text for end in ENDS_OF_TEXT):
         raise _NotHeld(f"the value {shown(value)} of parameter {shown(name)}, which would be read as another")
-    return _text(text)
+    return _quoted(text)

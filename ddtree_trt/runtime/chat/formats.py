@@ -1,25 +1,14 @@
 """How an engine's model writes reasoning and calls of tools, recognised by its chat template or named by the user."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat import constraints, parsers
+from ddtree_trt.runtime.chat import parsers
 from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, XmlCalls
-from ddtree_trt.runtime.chat.parsers import (
-    AUTO,
-    DEEPSEEK_R1,
-    HERMES,
-    LLAMA3_JSON,
-    QWEN3_CODER,
-    REASONING_PARSERS,
-    TOOL_PARSERS,
-    check_parser,
-)
+from ddtree_trt.runtime.chat.constraints import constraint
 from ddtree_trt.runtime.chat.reader import (
     END_OF_THINKING,
     THINK,
@@ -42,14 +31,15 @@ class ChatFormat:
     """What an engine's chats are made of.
 
     Attributes:
-        tool_parser: one of TOOL_PARSERS; None where calls are not recognised.
-        reasoning_parser: one of REASONING_PARSERS; None where answers have no reasoning, or it stays in the content.
+        tool_parser: one of `parsers.TOOL_PARSERS`; None where calls are not recognised.
+        reasoning_parser: one of `parsers.REASONING_PARSERS`; None where answers have no reasoning, or it stays in the
+            content.
     """
 
-    def __init__(self, codec: TextCodec, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+    def __init__(self, codec: TextCodec, tool_parser: str = parsers.AUTO, reasoning_parser: str = parsers.AUTO) -> None:
         """`auto` recognises the parser by the chat template, `none` uses none. Raises UsageError for unknown names."""
-        check_parser("tool_parser", tool_parser, TOOL_PARSERS)
-        check_parser("reasoning_parser", reasoning_parser, REASONING_PARSERS)
+        parsers.check_parser("tool_parser", tool_parser, parsers.TOOL_PARSERS)
+        parsers.check_parser("reasoning_parser", reasoning_parser, parsers.REASONING_PARSERS)
         self._codec = codec
         self.tool_parser = parsers.tool_parser(tool_parser, codec.template_text)
         self.reasoning_parser = parsers.reasoning_parser(reasoning_parser, codec.template_text)
@@ -62,7 +52,7 @@ class ChatFormat:
         if self.tool_parser is None:
             raise UsageError(
                 "tools: the format in which this engine's model calls them is not recognised by its chat template; "
-                f"give a tool_parser, to a server as --tool-parser: one of {', '.join(TOOL_PARSERS)}"
+                f"give a tool_parser, to a server as --tool-parser: one of {', '.join(parsers.TOOL_PARSERS)}"
             )
 
     @cached_property
@@ -78,15 +68,15 @@ class ChatFormat:
         end = self._codec.decode(prompt_ids[-_TAIL:], skip_special_tokens=False).rstrip()
         if end.endswith(END_OF_THINKING):
             return "never"
-        return "open" if end.endswith(THINK) or self.reasoning_parser == DEEPSEEK_R1 else "possible"
+        return "open" if end.endswith(THINK) or self.reasoning_parser == parsers.DEEPSEEK_R1 else "possible"
 
     def tool_format(self, use: ToolUse) -> ToolFormat | None:
         """What reads the calls of an answer; None where there can be none."""
         if not use.tools or self.tool_parser is None:
             return None
-        if self.tool_parser == QWEN3_CODER:
+        if self.tool_parser == parsers.QWEN3_CODER:
             return XmlCalls(use.schemas)
-        return TaggedJson() if self.tool_parser == HERMES else BareJson()
+        return TaggedJson() if self.tool_parser == parsers.HERMES else BareJson()
 
     def constraint(
         self, use: ToolUse, thinking: Thinking, structured: StructuredOutput | None
@@ -96,8 +86,12 @@ class ChatFormat:
 
         Raises UsageError where the request asks for both.
         """
-        makers = {HERMES: constraints.tagged_json, LLAMA3_JSON: constraints.bare_json, QWEN3_CODER: constraints.xml}
-        of_tools = makers[self.tool_parser](use, thinking) if use.tools and self.tool_parser is not None else None
+        of_tools = None
+        if use.tools and self.tool_parser is not None:
+            special = {token.content for token in self._codec.tokenizer.added_tokens_decoder.values()}.intersection(
+                MARKS
+            )
+            of_tools = constraint(self.tool_parser, use, thinking, special)
         if structured is None:
             return of_tools
         if of_tools is not None:

@@ -1,7 +1,5 @@
 """Names of the parsers of calls and of reasoning, which are vLLM's, and which of them a chat template asks for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,13 +1,11 @@
 """Reading the text of an answer, whole or as it is written: reasoning, content and calls of tools."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
@@ -61,7 +59,7 @@ class ChatMessage:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> ChatMessage:
+    def of(cls, events: Iterable[Event]) -> Self:
         events = list(events)
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))

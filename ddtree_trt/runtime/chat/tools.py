@@ -1,16 +1,13 @@
 """The tools that a request offers a model, and which of them it is to call, as OpenAI's API spells both."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import Expected, Pattern, check_fields
-from ddtree_trt.runtime.values import check_text
 
 MAX_TOOLS = 1024
 
@@ -26,8 +23,8 @@ class Tool:
         description: the tool as chat templates are given it.
     """
 
-    name: str
-    parameters: Mapping[str, Any] | None
+    name: Annotated[str, Pattern(r"[\w.:/-]{1,128}", "1 to 128 letters, digits or any of _ . : / -")]
+    parameters: Annotated[Mapping[str, Any], Expected("a JSON schema, an object")] | None
     strict: bool
     description: Mapping[str, Any]
 
@@ -56,16 +53,6 @@ class ToolUse:
         return [tool.description for tool in self.tools]
 
 
-@dataclass(frozen=True)
-class _Function:
-    """What is read of a tool's function; its other entries are the chat template's."""
-
-    name: Annotated[str, Pattern(r"[\w.:/-]{1,128}", "1 to 128 letters, digits or any of _ . : / -")]
-    parameters: Annotated[Mapping[str, Any], Expected("a JSON schema, an object")] | None
-    strict: bool | None
-    description: str | None
-
-
 def read_tools(given: Any) -> tuple[Tool, ...]:
     """The tools of a list of `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`. Other
     entries of a function are the chat template's. Raises UsageError."""
@@ -88,13 +75,13 @@ def _tool(path: str, given: Any) -> Tool:
     entries = given.get("function")
     if not isinstance(entries, Mapping):
         raise UsageError(f"{path}.function must be an object with a name and parameters, not {shown(entries)}")
-    read: dict[str, Any] = {field.name: entries.get(field.name) for field in dataclasses.fields(_Function)}
-    function = _Function(**read)
-    check_fields(function, f"{path}.function.")
     # `strict` is for whoever runs the model, which was trained without it.
     shown_to_model = {key: value for key, value in entries.items() if key != "strict" and value is not None}
     description = {"type": "function", "function": shown_to_model}
-    return Tool(function.name, function.parameters, bool(function.strict), description)
+    given_name: Any = entries.get("name")
+    tool = Tool(given_name, entries.get("parameters"), entries.get("strict") or False, description)
+    check_fields(tool, f"{path}.function.")
+    return tool
 
 
 def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
@@ -140,16 +127,10 @@ def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.pop("tool_calls", [])
     if calls or "reasoning_content" in message:
         message.setdefault("content", "")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            raise UsageError(
-                f"a chat message needs a role and a content, both text: message {place} is {shown(dict(given))}"
-            )
-    for name in ("role", "content", "reasoning_content", "name", "tool_call_id"):
-        if name in message:
-            if not isinstance(message[name], str):
-                raise UsageError(f"the {name} of message {place} must be a text, not {shown(message[name])}")
-            check_text(f"the {name} of message {place}", message[name])
+    if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise UsageError(
+            f"a chat message needs a role and a content, both text: message {place} is {shown(dict(given))}"
+        )
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise UsageError(f"the tool_calls of message {place} must be a list, not {shown(calls)}")
     if calls:  # templates ask whether the name is there
@@ -158,26 +139,16 @@ def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(path: str, call: Any) -> dict[str, Any]:
+    """A call whose arguments, JSON text or an object, are an object; none where there is nothing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(
             f"{path} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}, not {shown(call)}"
         )
-    given = function.get("arguments")
-    return {**call, "function": {**function, "arguments": _arguments(f"the arguments of {path}", given)}}
-
-
-def _arguments(name: str, given: Any) -> Mapping[str, Any]:
-    """The arguments of a call, given as JSON text or as an object; none where there is nothing."""
-    value = given
+    given = arguments = function.get("arguments") or {}
     if isinstance(given, str):
-        check_text(name, given)
-        try:
-            value = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{name} must be the text of a JSON object; {shown(given)} is not JSON") from error
-    if value is None:
-        value = {}
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{name} must be the text of a JSON object, not {shown(given)}")
-    return value
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(given.strip() or "{}")
+    if not isinstance(arguments, Mapping):
+        raise UsageError(f"the arguments of {path} must be the text of a JSON object, not {shown(given)}")
+    return {**call, "function": {**function, "arguments": arguments}}

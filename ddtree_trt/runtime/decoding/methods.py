@@ -64,7 +64,7 @@ def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
 
 
 def _draws(candidates: Candidates, budget: int, draw: Draw) -> Iterator[DrawnFrom]:
-    row = -1 if candidates.empty else 0
+    row = 0 if candidates.token_ids.size else -1
     for depth in range(budget):
         if row < 0:
             return

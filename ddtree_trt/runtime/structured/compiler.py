@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ddtree_trt.errors import MissingDependency, UsageError, install_with
-from ddtree_trt.runtime.structured.matcher import Grammar, GrammarLimits, Matcher, Opening, Preparing, refused
-from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
+from ddtree_trt.runtime.structured.matcher import Grammar, Matcher, Opening, Preparing, refused
+from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
 if TYPE_CHECKING:
@@ -34,15 +31,10 @@ class Judge(WorkerProcess):
     """
 
     def __init__(
-        self,
-        tokenizer: str,
-        special_tokens: Mapping[str, int],
-        vocab_size: int,
-        stop_ids: frozenset[int],
-        limits: Limits = TRIAL_LIMITS,
+        self, tokenizer: str, vocab_size: int, stop_ids: frozenset[int], limits: Limits = TRIAL_LIMITS
     ) -> None:
         """`tokenizer`: its JSON text; the others as for GrammarCompiler."""
-        vocabulary = [tokenizer, special_tokens, vocab_size, sorted(stop_ids)]
+        vocabulary = [tokenizer, vocab_size, sorted(stop_ids)]
         super().__init__(f"{__name__}:judging", limits, "constraints cannot be tried", vocabulary)
 
     def check(self, structured: StructuredOutput) -> None:
@@ -58,11 +50,8 @@ class Judge(WorkerProcess):
 
 def judging(vocabulary: Any) -> Work:
     """What the process does."""
-    text, special_tokens, vocab_size, stop_ids = vocabulary
-    tokenizer = SimpleNamespace(
-        backend_tokenizer=SimpleNamespace(to_str=lambda: text), get_vocab=lambda: special_tokens
-    )
-    compiler = GrammarCompiler(tokenizer, vocab_size, frozenset(stop_ids))
+    text, vocab_size, stop_ids = vocabulary
+    compiler = GrammarCompiler(lambda: text, vocab_size, frozenset(stop_ids))
     compiler.try_out(StructuredOutput(regex="(?s:.)*"))  # loads what all trials use
 
     def judge(fields: Any) -> dict[str, Any]:
@@ -81,6 +70,9 @@ def judging(vocabulary: Any) -> Work:
     return judge
 
 
+# That the library holds a grammar to. A unit of fuel is about 1 to 4 µs of work and up to 500 bytes: of compiling, and
+# between two masks. A state of a sequence's lexer has 1 to 2 kB.
+_LIMITS: Any = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 _REMEMBERED = 1024  # constraints that were tried, by their hashes
 _OPENINGS = 16
 
@@ -93,14 +85,15 @@ class GrammarCompiler:
     has one of its own from when it has a slot to its end. None is kept: a usual one takes less than a millisecond.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
-        """`tokenizer`: the transformers tokenizer; `stop_ids`: the tokens that end the model's own texts."""
-        self._hf = tokenizer
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, stop_ids: frozenset[int]) -> None:
+        """`tokenizer` makes the tokenizer's JSON text; `stop_ids`: the tokens that end the model's own texts."""
+        self._tokenizer_text = tokenizer
         self._vocab_size = vocab_size
         self._stop_ids = stop_ids
         self.isolated = False  # whether constraints are tried in a process of their own: those of strangers
-        self._lock = threading.RLock()
-        self._passed: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._judge: Judge | None = None
+        self._passed: dict[int, None] = {}
         self._opening = lru_cache(_OPENINGS)(lambda text: Opening(text, self._token_bytes))
 
     def passed(self, structured: StructuredOutput) -> bool:
@@ -114,14 +107,15 @@ class GrammarCompiler:
             return
         if self.isolated:
             with self._lock:
-                judge = self._process
-            judge.check(structured)
+                if self._judge is None:
+                    self._judge = Judge(self._tokenizer_text(), self._vocab_size, self._stop_ids)
+            self._judge.check(structured)
         else:
             self.try_out(structured)
         with self._lock:
             self._passed[hash(structured)] = None
-            while len(self._passed) > _REMEMBERED:
-                self._passed.popitem(last=False)
+            if len(self._passed) > _REMEMBERED:
+                del self._passed[next(iter(self._passed))]
 
     def try_out(self, structured: StructuredOutput) -> None:
         """Compile the constraint and take a step: most of what cannot be used comes to a limit there. Raises as `check`
@@ -144,23 +138,19 @@ class GrammarCompiler:
         grammar = Grammar(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
         grammar.mask()  # takes most of the work; the library keeps it
         opening = None if structured.after is None else self._opening(structured.after)
-        matcher = Matcher(grammar, self._vocab_size, opening)
-        if opening:
-            matcher.mask()
-        return matcher
+        return Matcher(grammar, opening)
 
     def close(self) -> None:
-        with self._lock:
-            if (judge := self.__dict__.get("_process")) is not None:
-                judge.close()
+        if self._judge is not None:
+            self._judge.close()
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
         tokenizer = self._tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False, **asdict(GrammarLimits()))
+        limits = LLParserLimits(verbose_errors=False, **_LIMITS)
         try:
-            grammar = _grammar_text(structured, self._special_tokens)
+            grammar = _grammar_text(structured)
         except (ValueError, RecursionError) as error:
             raise refused(structured, str(error)) from error
         state = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -169,34 +159,21 @@ class GrammarCompiler:
         return state
 
     @cached_property
-    def _process(self) -> Judge:
-        text = self._hf.backend_tokenizer.to_str()
-        return Judge(text, self._special_tokens, self._vocab_size, self._stop_ids)
-
-    @cached_property
     def _token_bytes(self) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in range(self._vocab_size)]
 
     @cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        return {name: token for name, token in self._hf.get_vocab().items() if self._tokenizer.is_special_token(token)}
-
-    @property
     def _tokenizer(self) -> LLTokenizer:
-        with self._lock:
-            return self._ll_tokenizer
-
-    @cached_property
-    def _ll_tokenizer(self) -> LLTokenizer:
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
             raise MissingDependency(
                 f"structured output needs the package llguidance, which is not installed; {install_with('structured')}"
             ) from error
-        text = self._hf.backend_tokenizer.to_str()
         try:
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids) or None)
+            return LLTokenizer(
+                self._tokenizer_text(), n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids) or None
+            )
         except ValueError as error:
             raise UsageError(f"structured: this engine's tokenizer cannot be constrained: {error}") from error
 
@@ -208,11 +185,8 @@ WHITESPACE = r" |\n {0,20}|\n\t{0,8}"
 DEFAULTS = {"whitespace_pattern": WHITESPACE}
 
 
-def _grammar_text(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
-    """The grammar as the library takes it. `special_tokens`: ids of the tokens that have a text only in grammars.
-
-    Raises ValueError for a grammar whose notation is not understood.
-    """
+def _grammar_text(structured: StructuredOutput) -> str:
+    """The grammar as the library takes it. Raises ValueError for one whose notation is not understood."""
     from llguidance import LLMatcher, grammar_from
 
     if structured.grammar is not None:
@@ -221,10 +195,8 @@ def _grammar_text(structured: StructuredOutput, special_tokens: Mapping[str, int
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice:
         # One terminal: the lexer makes a trie of its texts, while the parser would take a row for each of them.
-        texts = " | ".join(literal(text, {}) for text in structured.choice)
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
-    if structured.tags:
-        return LLMatcher.grammar_from_lark(_tags_lark(structured, special_tokens))
     schema = structured.json_schema if isinstance(structured.json_schema, str) else '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(json.dumps(_with_defaults(schema)))
 
@@ -238,32 +210,3 @@ def _with_defaults(schema: Any) -> dict[str, Any] | bool:
         own = value.get("x-guidance", {})
         value["x-guidance"] = {**DEFAULTS, **own} if isinstance(own, dict) else own
     return value
-
-
-def _tags_lark(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
-    lines = [f"tag_{i}: {_tag_body(tag, special_tokens)}" for i, tag in enumerate(structured.tags)]
-    lines.append("tag: " + " | ".join(f"tag_{i}" for i in range(len(structured.tags))))
-    # The first tag has no separator in front of it.
-    most = "" if structured.at_most is None else str(structured.at_most - 1)
-    separator = literal(structured.separator, special_tokens)
-    following = f"({separator} tag){{{max(structured.at_least - 1, 0)},{most}}}" if most != "0" else ""
-    some = f"tag {following}"
-    lines.insert(0, f"start: {some}" + (' | ""' if structured.at_least == 0 else ""))
-    return "\n".join(lines)
-
-
-def _tag_body(tag: Tag, special_tokens: Mapping[str, int]) -> str:
-    schema = json.dumps(_with_defaults(tag.schema))
-    return f"{literal(tag.begin, special_tokens)} %json {schema} {literal(tag.end, special_tokens)}"
-
-
-def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A text in Lark; the names of special tokens in it stand for these tokens."""
-    names = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest of those at one place
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    written = (
-        f"<[{special_tokens[part]}]>" if place % 2 else json.dumps(part, ensure_ascii=False)
-        for place, part in enumerate(parts)
-        if part
-    )
-    return " ".join(written) or '""'

@@ -6,8 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+_KEPT = 8  # states of an opening whose crossing tokens are
+
+
 class Opening:
     """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens. A state
     is how many bytes of the text the output ends with; at `size` the text is complete."""
@@ -32,6 +34,7 @@ class Opening:
         self._bytes = token_bytes
         self.size = len(self._text)
         self._crossing = [token for token, raw in enumerate(token_bytes) if self._may_cross(raw)]
+        self.crossing = lru_cache(_KEPT)(self._crossing_at)
 
     def _may_cross(self, raw: bytes) -> bool:
         """Whether these bytes end the text behind some state, and have more behind it."""
@@ -48,23 +51,13 @@ class Opening:
             return self.size if place + self.size == len(output) else None
         return next(size for size in range(min(len(text), len(output)), -1, -1) if output.endswith(text[:size]))
 
-    def crossing(self, state: int) -> list[int]:
+    def _crossing_at(self, state: int) -> list[int]:
         """The tokens that end the text at a state and have more behind it."""
         return [token for token in self._crossing if self.feed(state, token) is None]
 
 
 Mask = NDArray[np.bool_]  # [V]
-_KEPT_MASKS = 8  # of states of an opening
 MAX_REASON = 400  # characters of the library's reason in a message
-
-
-@dataclass(frozen=True)
-class GrammarLimits:
-    """Limits that the library holds a grammar to. A unit of fuel is about 1 to 4 µs of work and up to 500 bytes."""
-
-    initial_lexer_fuel: int = 500_000  # of compiling
-    step_lexer_fuel: int = 50_000  # between two masks
-    max_lexer_states: int = 20_000  # of a sequence; a state has 1 to 2 kB
 
 
 # A mask renews the lexer's fuel; without one, as many tokens are taken before one is made for that alone. A token of a
@@ -92,7 +85,7 @@ class Grammar:
         """`state` is changed by `advance`. `ending`: tokens that end the output, allowed where the text is complete;
         `banned`: tokens that are never allowed."""
         self._state = state
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._ending = ending
         self._banned = banned
         self.ended = False  # whether nothing can follow the output
@@ -111,7 +104,7 @@ class Grammar:
     def mask(self) -> Mask:
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         _check(self._state)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+        mask = np.unpackbits(bits, count=self.vocab_size, bitorder="little").astype(bool)
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
@@ -136,12 +129,10 @@ class Matcher:
     everything is allowed but a token that goes beyond it. Only `advance` changes it.
     """
 
-    def __init__(self, grammar: Grammar, vocab_size: int, opening: Opening | None) -> None:
+    def __init__(self, grammar: Grammar, opening: Opening | None) -> None:
         self._grammar = grammar
-        self._vocab_size = vocab_size
         self._opening = opening  # None once the grammar has begun
         self._place = 0  # the opening's state
-        self._masks: dict[int, Mask] = {}  # by the opening's state
 
     @property
     def ended(self) -> bool:
@@ -166,12 +157,9 @@ class Matcher:
         work."""
         if self._opening is None:
             return self._grammar.mask()
-        if self._place not in self._masks:
-            while len(self._masks) >= _KEPT_MASKS:
-                del self._masks[next(iter(self._masks))]
-            mask = self._masks[self._place] = np.ones(self._vocab_size, bool)
-            mask[self._opening.crossing(self._place)] = False
-        return self._masks[self._place].copy()
+        mask = np.ones(self._grammar.vocab_size, bool)
+        mask[self._opening.crossing(self._place)] = False
+        return mask
 
     def advance(self, token: int) -> None:
         """Take an emitted token. Raises UsageError for one that is not allowed."""

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.reading import After, Before, Between, check_fields
-from ddtree_trt.runtime.values import Text, Texts, check_text, valid_text
+from ddtree_trt.reading import After, Before, check_fields
+from ddtree_trt.runtime.values import Text, Texts, check_text
 
 MAX_CHARACTERS = 1 << 20  # of a schema, expression or grammar, and of the texts of a choice together
 MAX_AFTER = 256  # characters
 MAX_CHOICES = 10_000
-MAX_TAGS = 1024
-MAX_REPEATS = 1 << 16
-KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "tags")
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def _at_most(most: int, what: str, advice: str = "") -> After:
@@ -36,19 +34,6 @@ def _in_all(texts: tuple[str, ...]) -> tuple[str, ...]:
     if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
         raise ValueError(f"has {characters} characters, at most {MAX_CHARACTERS} are taken")
     return texts
-
-
-def _tags(value: Any) -> Any:
-    """Records of tags given as such, or by name."""
-    return tuple(map(_tag, value)) if isinstance(value, list | tuple) else value
-
-
-def _tag(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if set(value) != {"begin", "schema", "end"}:
-        raise UsageError(f"structured: a tag has begin, schema and end, and this one {shown(dict(value))}")
-    return Tag(**value)
 
 
 def schema_text(schema: Any) -> str:
@@ -73,24 +58,11 @@ def schema_text(schema: Any) -> str:
 
 _BOUNDED = _at_most(MAX_CHARACTERS, "characters")
 Schema = Annotated[str | Mapping[str, Any] | bool, Before(schema_text)]
-Repeats = Annotated[int, Between(0, MAX_REPEATS)]
-
-
-@dataclass(frozen=True)
-class Tag:
-    """`begin`, a JSON value that `schema` allows, then `end`. A schema is kept as JSON text."""
-
-    begin: Annotated[Text, _BOUNDED]
-    schema: Schema
-    end: Annotated[str, After(valid_text), _BOUNDED]
-
-    def __post_init__(self) -> None:
-        check_fields(self, "structured: a tag's ")
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What an output must be: exactly one of the first six is given.
+    """What an output must be: exactly one of the first five is given.
 
     Every value is checked on construction, all but what the grammar library alone can judge. UsageError says what is
     wrong, in a sentence that begins with `structured`. Records can be compared and hashed.
@@ -101,7 +73,6 @@ class StructuredOutput:
         regex: a text that this regular expression matches as a whole, in the syntax of Rust's `regex` without anchors.
         choice: one of these texts.
         grammar: a text of this grammar, in llguidance's dialect of Lark or in GBNF.
-        tags: `at_least` to `at_most` (None: any number) of these tags, `separator` between them.
         after: the constraint begins behind the first occurrence of this text in the output, for models that reason
             first; up to there nothing is constrained.
     """
@@ -111,10 +82,6 @@ class StructuredOutput:
     regex: Annotated[Text, _BOUNDED] | None = None
     choice: Annotated[Texts, _at_most(MAX_CHOICES, "texts"), After(_in_all)] = ()
     grammar: Annotated[Text, _BOUNDED] | None = None
-    tags: Annotated[tuple[Tag, ...], _at_most(MAX_TAGS, "entries"), Before(_tags)] = ()
-    at_least: Repeats = 1
-    at_most: Repeats | None = None
-    separator: Annotated[str, After(valid_text), _BOUNDED] = ""
     after: Annotated[Text, _at_most(MAX_AFTER, "characters", "; give its last ones")] | None = None
 
     def __post_init__(self) -> None:
@@ -122,8 +89,6 @@ class StructuredOutput:
             found = f"not {' and '.join(given)}" if given else "and none was given"
             raise UsageError(f"structured: exactly one of {', '.join(KINDS)} is needed, {found}")
         check_fields(self, "structured: ")
-        if self.at_most is not None and self.at_most < max(self.at_least, 1):
-            raise UsageError(f"structured: at_most {self.at_most} is below {max(self.at_least, 1)}")
 
     def _given(self) -> list[str]:
         """The kinds that are given. False is a schema: that of no value."""

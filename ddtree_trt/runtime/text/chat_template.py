@@ -5,8 +5,6 @@ that never end or texts that double. There is one process for all engines of thi
 by `start_for`.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """The codec of text and tokens: tokenizer, chat template, incremental detokenisation, stop strings."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -153,6 +151,11 @@ class TextCodec:
     @cached_property
     def _template_variables(self) -> set[str] | None:
         return template_variables(self.tokenizer, self._source)
+
+    @cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """The texts that are a token each whatever stands beside them."""
+        return frozenset(token.content for token in self.tokenizer.added_tokens_decoder.values())
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -1,7 +1,5 @@
 """Constraints for calls: the grammar library allows what the parsers read as calls of the schema, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +11,11 @@ from engine_builds import PACKAGED
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
-from ddtree_trt.runtime.chat.constraints import bare_json, tagged_json, xml
-from ddtree_trt.runtime.chat.reader import Thinking, ToolFormat, read_message
-from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.chat.constraints import constraint as constraint_of
+from ddtree_trt.runtime.chat.constraints import literal
+from ddtree_trt.runtime.chat.parsers import HERMES, LLAMA3_JSON, QWEN3_CODER
+from ddtree_trt.runtime.chat.reader import ToolFormat, read_message
+from ddtree_trt.runtime.chat.tools import read_use
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -37,13 +37,12 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "g.h"}},
 ]
-Maker = Callable[[ToolUse, Thinking], StructuredOutput | None]
 
 
 @cache
 def compiler() -> tuple[TextCodec, GrammarCompiler]:
     codec = TextCodec(PACKAGED / "tokenizer", {})
-    return codec, GrammarCompiler(codec.tokenizer, len(codec.tokenizer), frozenset({2}))
+    return codec, GrammarCompiler(codec.tokenizer.backend_tokenizer.to_str, len(codec.tokenizer), frozenset({2}))
 
 
 def allows(constraint: StructuredOutput, text: str) -> bool:
@@ -68,10 +67,10 @@ def coder(name: str, arguments: dict[str, Any]) -> str:
 
 
 Write = Callable[[str, dict[str, Any]], str]
-FORMATS: dict[str, tuple[Maker, Write, str, ToolFormat]] = {
-    "hermes": (tagged_json, hermes, "\n", TaggedJson()),
-    "llama3_json": (bare_json, llama, "; ", BareJson()),
-    "qwen3_coder": (xml, coder, "\n", XmlCalls(read_use(TOOLS, None, None).schemas)),
+FORMATS: dict[str, tuple[Write, str, ToolFormat]] = {
+    HERMES: (hermes, "\n", TaggedJson()),
+    LLAMA3_JSON: (llama, "; ", BareJson()),
+    QWEN3_CODER: (coder, "\n", XmlCalls(read_use(TOOLS, None, None).schemas)),
 }
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("f", {"text": "a\nb </div> <x", "n": -3, "unit": "f"}),
@@ -84,8 +83,8 @@ BAD += [("other", {}), ("f", {"text": "x", "unit": "k"})]
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_must_be_a_call(name: str) -> None:
-    make, write, between, tools = FORMATS[name]
-    constraint = make(read_use(TOOLS, "required", None), "never")
+    write, between, tools = FORMATS[name]
+    constraint = constraint_of(name, read_use(TOOLS, "required", None), "never")
     assert constraint is not None and constraint.after is None
     whole = between.join(write(*call) for call in GOOD)
     assert allows(constraint, whole)
@@ -95,9 +94,9 @@ def test_what_must_be_a_call(name: str) -> None:
         assert not allows(constraint, write(*call)), call
     for text in ("", "Hello", whole + " so", whole[:-1]):
         assert not allows(constraint, text)
-    one = make(read_use(TOOLS, "required", False), "never")
+    one = constraint_of(name, read_use(TOOLS, "required", False), "never")
     assert one is not None and allows(one, write(*GOOD[0])) and not allows(one, whole)
-    named = make(read_use(TOOLS, {"type": "function", "function": {"name": "g.h"}}, None), "open")
+    named = constraint_of(name, read_use(TOOLS, {"type": "function", "function": {"name": "g.h"}}, None), "open")
     assert named is not None and named.after == "</think>"
     assert allows(named, write("g.h", {})) and not allows(named, write("f", {"text": "x"}))
 
@@ -105,15 +104,24 @@ def test_what_must_be_a_call(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_may_be_a_call(name: str) -> None:
     """Free up to the first call's opening, then calls; free altogether where no tool is strict."""
-    make, write, between, _ = FORMATS[name]
-    constraint = make(read_use(TOOLS, "auto", None), "possible")
+    write, between, _ = FORMATS[name]
+    constraint = constraint_of(name, read_use(TOOLS, "auto", None), "possible")
     assert constraint is not None and constraint.after
     whole = between.join(write(*call) for call in GOOD)
     assert whole.startswith(constraint.after) and allows(constraint, whole.removeprefix(constraint.after))
     for call in BAD:
         assert not allows(constraint, write(*call).removeprefix(constraint.after)), call
     loose = [{"type": "function", "function": {**t["function"], "strict": False}} for t in TOOLS]  # type: ignore[dict-item]
-    assert make(read_use(loose, "auto", None), "possible") is None
+    assert constraint_of(name, read_use(loose, "auto", None), "possible") is None
+
+
+def test_special_tokens_in_a_call_stand_for_themselves() -> None:
+    assert literal('a</x>b"<|y|>', ["</x>", "<|y|>"]) == '"a" </x> "b\\"" <|y|>'
+    assert literal("é", []) == '"é"' and literal("", ["<x>"]) == '""'
+    for name in FORMATS:
+        special = constraint_of(name, read_use(TOOLS, "required", None), "never", ["<tool_call>", "</tool_call>"])
+        assert special is not None and special.grammar is not None
+        assert ('"<tool_call>' in special.grammar, '</tool_call>"' in special.grammar) == (False, False)
 
 
 def strict(parameters: Any) -> list[Any]:
@@ -141,7 +149,7 @@ def test_xml_values_satisfy_their_schema(of_value: Any, values: list[Any], other
     arguments = {"type": "object", "properties": {"v": of_value}, "required": ["v"]}
     for schema in ({**arguments, "$defs": defs}, {"$ref": "#/$defs/all", "$defs": {**defs, "all": arguments}}):
         use = read_use(strict(schema), "required", None)
-        constraint = xml(use, "never")
+        constraint = constraint_of(QWEN3_CODER, use, "never")
         assert constraint is not None and not allows(constraint, coder("f", {}))
         for value in values:
             text = coder("f", {"v": value})
@@ -166,7 +174,7 @@ NOT_HELD: list[tuple[dict[str, Any], str]] = [
 def test_what_xml_calls_cannot_be_held_to_is_refused(of_value: Any, message: str) -> None:
     schema = {"properties": {"v": of_value}, "$defs": {"unit": {"enum": ["c"]}}}
     with pytest.raises(UsageError, match=rf"tools: calls of f, .* because of .*{message}.*; leave that out, or"):
-        xml(read_use(strict(schema), None, None), "never")
+        constraint_of(QWEN3_CODER, read_use(strict(schema), None, None), "never")
 
 
 OF_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -183,7 +191,7 @@ OF_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("schema", "message"), OF_ARGUMENTS, ids=[message for _, message in OF_ARGUMENTS])
 def test_arguments_that_xml_calls_cannot_be_held_to_are_refused(schema: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        xml(read_use(strict(schema), None, None), "never")
+        constraint_of(QWEN3_CODER, read_use(strict(schema), None, None), "never")
 
 
 def test_xml_values_of_other_schemas() -> None:
@@ -193,7 +201,7 @@ def test_xml_values_of_other_schemas() -> None:
         {"type": "function", "function": {"name": "f", "parameters": schema}},
         {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
     ]
-    constraint = xml(read_use(tools, "required", None), "never")
+    constraint = constraint_of(QWEN3_CODER, read_use(tools, "required", None), "never")
     assert constraint is not None
     assert allows(constraint, coder("f", {"v": [True, False]})) and not allows(constraint, coder("f", {"v": [1]}))
     assert allows(constraint, coder("g", {"any": "x", "thing": 5}))

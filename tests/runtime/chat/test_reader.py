@@ -1,8 +1,6 @@
 """Reading answers: the same message however the text is divided, calls as they were written, nothing lost, in time
 that grows with the text and no faster."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

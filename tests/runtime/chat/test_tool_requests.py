@@ -1,7 +1,5 @@
 """What requests say of tools, and messages put into the form of chat templates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,10 +80,8 @@ def test_messages_for_templates() -> None:
     ("message", "text"),
     [
         ({"role": "user"}, "needs a role and a content, both text: message 0 is"),
-        ({"role": "user", "content": "x", "name": 5}, "the name of message 0 must be a text, not 5"),
-        ({"role": "tool", "content": "x", "tool_call_id": "\ud800"}, "half of a surrogate pair"),
         ({"role": "assistant", "content": "", "tool_calls": ["f"]}, r"tool_calls\[0\] of message 0 must be"),
-        ({"role": "assistant", "tool_calls": [call("{")]}, r"arguments of tool_calls\[0\] .*; '{' is not JSON"),
+        ({"role": "assistant", "tool_calls": [call("{")]}, r"arguments of tool_calls\[0\] .* JSON object, not '{'"),
     ],
 )
 def test_what_is_wrong_with_messages_is_said(message: dict[str, Any], text: str) -> None:

@@ -33,10 +33,9 @@ class Compiler(GrammarCompiler):
     """Compiles for a vocabulary of tokens, of which `end` ends a text."""
 
     def __init__(self, tokens: Sequence[str], end: int) -> None:
-        super().__init__(None, len(tokens), frozenset([end]))
-        # Take the places of what is made of a transformers tokenizer.
-        self.__dict__["_ll_tokenizer"] = LLTokenizer(TokenizerWrapper(_Tokens(tokens, end)), n_vocab=len(tokens))
-        self.__dict__["_special_tokens"] = {}
+        super().__init__(str, len(tokens), frozenset([end]))
+        # Takes the place of what is made of a tokenizer's text.
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(tokens, end)), n_vocab=len(tokens))
 
 
 def letters(count: int) -> list[str]:

@@ -16,7 +16,7 @@ LETTERS = 'ab01 {}[]",.:<>\\néß日'
 def body(seed: int) -> dict[str, Any]:
     """The body of a completion under a constraint."""
     rng = random.Random(seed)
-    structured: dict[str, Any] = rng.choice((_schema, _schema, _regex, _regex, _grammar, _choice, _tags))(rng)
+    structured: dict[str, Any] = rng.choice((_schema, _schema, _regex, _regex, _grammar, _choice))(rng)
     if rng.random() < 0.25:
         structured["after"] = _after(rng)
     return {
@@ -131,14 +131,6 @@ def _choice(rng: random.Random) -> dict[str, Any]:
         lambda: ["x" * 1000 + str(i) for i in range(n % 1200)],
     )
     return {"choice": rng.choice(forms)()}
-
-
-def _tags(rng: random.Random) -> dict[str, Any]:
-    tags = [
-        {"begin": f"<{_text(rng, 9)}", "schema": random_schema(rng, 1), "end": rng.choice((">", "", "<|im_end|>" * 3))}
-        for _ in range(_size(rng, 40))
-    ]
-    return {"tags": tags, "separator": rng.choice(("", "\n", "<|im_end|>" * _size(rng, 2000)))}
 
 
 def _after(rng: random.Random) -> str:
