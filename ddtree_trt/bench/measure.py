@@ -153,6 +153,7 @@ class Outcome:
     text: str | None = None
     acceptance_lengths: tuple[int, ...] | None = None  # tokens per round, bonus included; None: not reported
     mean_budget: float | None = None  # draft nodes verified per round
+    automatic: Mapping[str, float] | None = None  # AutomaticRounds; None where no budget was chosen automatically
     stage_s: Mapping[str, float] = field(default_factory=dict)  # seconds per stage; empty: not reported
 
     @property
@@ -215,6 +216,7 @@ def _run(session: Session, case: Case) -> Run:
             text=output.outputs[0].text,
             acceptance_lengths=tuple(metrics.acceptance_lengths),
             mean_budget=metrics.mean_budget,
+            automatic=asdict(metrics.automatic) if metrics.automatic.rounds else None,
             stage_s={} if metrics.on_device else dict(metrics.stage_s),  # one launch has no stages
         )
 

@@ -5,6 +5,7 @@ server counts a request when it has ended, the Triton model counts tokens while 
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 Unit = Literal["seconds", "seconds per token", "tokens of a round", "tokens of a request"]
@@ -28,12 +29,12 @@ class MetricSpec:
 
     def read(self, source: Any) -> float:
         """The figure of a counter or a gauge."""
-        value: float = getattr(source, self.figure)
+        value: float = attrgetter(self.figure)(source)
         return value
 
     def observations(self, source: Any) -> list[float]:
         """The figures of a histogram, or one for each position; none where a figure is absent."""
-        value = getattr(source, self.figure)
+        value = attrgetter(self.figure)(source)
         return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -56,9 +57,13 @@ COUNTERS = (
         ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in caches.", "prompt_tokens"),
         ("vllm:prefix_cache_hits_total", "Prompt tokens found there.", "cached_tokens"),
         ("ddtree_rounds_on_device_total", "Decode rounds without the host.", "rounds_on_device"),
-        ("ddtree_auto_rounds_total", "Rounds whose budget was chosen automatically.", "auto_rounds"),
-        ("ddtree_auto_rounds_with_draft_total", "Of these, with a draft.", "auto_drafted"),
-        ("ddtree_auto_rounds_probing_total", "Of those, to see whether drafting pays again.", "auto_probes"),
+        ("ddtree_auto_rounds_total", "Rounds whose budget was chosen automatically.", "automatic.rounds"),
+        ("ddtree_auto_rounds_with_draft_total", "Of these, with a draft.", "automatic.drafted"),
+        ("ddtree_auto_rounds_probing_total", "Of those, to see whether drafting pays again.", "automatic.probes"),
+        ("ddtree_auto_expected_tokens_total", "Tokens expected of those with a draft.", "automatic.expected_tokens"),
+        ("ddtree_auto_committed_tokens_total", "Tokens that they committed.", "automatic.committed_tokens"),
+        ("ddtree_auto_expected_seconds_total", "Seconds expected of them.", "automatic.expected_s"),
+        ("ddtree_auto_single_token_seconds_total", "The same without drafts.", "automatic.single_token_s"),
     ),
 )
 # A counter for each position of a draft, from 0, in the label `position`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
 DEVICE_ROUND = "device_round"  # all five in one, where the host cannot time stages
 STAGES = ("prefill", *ROUND_STAGES, DEVICE_ROUND)
-# What JSON has of a request's metrics, beside one that is written in another form.
+# What JSON has of a request's metrics, beside two that are written in another form.
 _SHOWN = (
     *("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "drafted_tokens", "accepted_tokens"),
     *("acceptance_rate", "mean_acceptance_length", "acceptance_lengths", "acceptance_by_depth", "mean_budget"),
     *("budgets", "queue_time_s", "time_to_first_token_s", "time_per_output_token_s", "decode_tokens_per_s"),
-    *("auto_rounds", "auto_drafted", "auto_probes", "stage_s", "on_device", "why_host"),
+    *("stage_s", "on_device", "why_host"),
 )
 _SUMMED = (
     *("output_tokens", "rounds", "committed_tokens", "drafted_tokens", "drafting_rounds", "rounds_on_device"),
-    *("auto_rounds", "auto_drafted", "auto_probes", "sequences"),
+    "sequences",
 )
 _ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the other stages run on the host
 
@@ -59,6 +59,39 @@ class StageClock:
         return taken
 
 
+@dataclass
+class AutomaticRounds:
+    """Why automatic budgets drafted: sums over the rounds whose budget was chosen."""
+
+    rounds: int = 0
+    drafted: int = 0  # rounds with a draft; what follows is of these
+    probes: int = 0  # drafted only to see whether drafting pays again
+    expected_tokens: float = 0.0  # each round's last token, which was not drafted, included
+    committed_tokens: int = 0
+    expected_s: float = 0.0  # of a pass with other slots, one's share
+    single_token_s: float = 0.0  # what as many rounds without a draft take
+
+    def add(self, decision: Decision, tokens: int) -> None:
+        self.rounds += 1
+        if decision.drafted:
+            self.drafted += 1
+            self.probes += decision.probe
+            self.expected_tokens += decision.expected_tokens
+            self.committed_tokens += tokens
+            self.expected_s += decision.expected_s
+            self.single_token_s += decision.single_token_s
+
+    @classmethod
+    def total(cls, parts: Iterable[AutomaticRounds]) -> AutomaticRounds:
+        """The sums of several; of none, zeros."""
+        return cls(*(sum(values) for values in zip(*map(astuple, parts), strict=True)))
+
+    @property
+    def expected_gain(self) -> float | None:
+        """Expected tokens per second of rounds with a draft, relative to those without; None where there were none."""
+        return self.expected_tokens / self.drafted * self.single_token_s / self.expected_s if self.drafted else None
+
+
 def _span(start: str, end: str, meaning: str) -> property:
     """Seconds from one time of a request to another; None while one of them is missing."""
 
@@ -86,11 +119,10 @@ class RequestMetrics:
     drafted_tokens: int = 0  # draft nodes verified
     drafting_rounds: int = 0  # rounds that verified some
     rounds_on_device: int = 0
-    auto_rounds: int = 0  # rounds whose budget was chosen automatically
-    auto_drafted: int = 0  # of these, with a draft
-    auto_probes: int = 0  # of those, only to see whether drafting pays again
-    # Copies share the list: it only grows, and its first `rounds` are theirs.
+    # Copies share the list: it only grows, and its first `rounds` are theirs. Of several sequences `parts` have it.
     _history: list[tuple[int, int, float]] = field(default_factory=list, repr=False)
+    parts: tuple[RequestMetrics, ...] = field(default=(), repr=False)
+    automatic: AutomaticRounds = field(default_factory=AutomaticRounds)
     round_end_s: float | None = None  # when the latest round's tokens were emitted
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     on_device: bool = False  # whether rounds stay on the device, but where they are beside one that cannot
@@ -101,9 +133,7 @@ class RequestMetrics:
         """Count a round that committed `tokens` and verified `nodes` draft nodes; `decision` where the budget was
         chosen."""
         if decision is not None:
-            self.auto_rounds += 1
-            self.auto_drafted += decision.drafted
-            self.auto_probes += decision.drafted and decision.probe
+            self.automatic.add(decision, tokens)
         end, before = self.last_token_s or 0.0, self.round_end_s or self.first_token_s or 0.0
         self._history.append((tokens, nodes, end - before))
         self.round_end_s = end
@@ -115,7 +145,7 @@ class RequestMetrics:
     @property
     def history(self) -> list[tuple[int, int, float]]:
         """Of each round its committed tokens, nodes verified, and seconds since the tokens of the round before."""
-        return self._history[: self.rounds]
+        return [each for p in self.parts for each in p.history] if self.parts else self._history[: self.rounds]
 
     @property
     def acceptance_lengths(self) -> list[int]:
@@ -193,12 +223,13 @@ class RequestMetrics:
         return 1 / per_token if per_token else None
 
     def snapshot(self) -> RequestMetrics:
-        return replace(self, stage_s=dict(self.stage_s))
+        return replace(self, automatic=replace(self.automatic), stage_s=dict(self.stage_s))
 
     def to_dict(self) -> dict[str, object]:
         return {
             **{name: getattr(self, name) for name in _SHOWN},
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
+            "automatic": {**asdict(self.automatic), "expected_gain": self.automatic.expected_gain},
         }
 
 
@@ -219,6 +250,7 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         scheduled_s=min(known("scheduled_s"), default=None),
         first_token_s=min(known("first_token_s"), default=None),
         last_token_s=max(known("last_token_s"), default=None),
-        _history=[each for part in parts for each in part.history],
+        parts=tuple(parts),
+        automatic=AutomaticRounds.total(p.automatic for p in parts),
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
     )

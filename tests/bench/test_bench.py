@@ -117,7 +117,7 @@ def test_later_turns_follow_the_answers_of_ar_and_seeds_rise(tiny_engine: Path) 
 def sample(case: str, prompt: str, token_ms: float, lengths: tuple[int, ...], **changes: Any) -> Sample:
     """A request of 21 tokens, 20 of them decoded at `token_ms` each."""
     stages = {"draft": 1e-3, "tree_build": 1e-4, "tree_compile": 1e-4, "verify": 4e-3, "commit": 1e-4}
-    outcome = Outcome(21, 0.002, token_ms / 50, 1, tuple(range(21)), "", lengths, 3.0, stages)
+    outcome = Outcome(21, 0.002, token_ms / 50, 1, tuple(range(21)), "", lengths, 3.0, None, stages)
     return Sample(case, prompt.partition("/")[0], prompt, 0, 0, 8, replace(outcome, **changes))
 
 

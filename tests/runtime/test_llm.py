@@ -1,5 +1,6 @@
 """LLM on the packaged pair: batches, streams, chat turns, log-probabilities."""
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -16,12 +17,16 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
 
-def test_metrics_say_how_often_automatic_budgets_drafted(llm: LLM) -> None:
+def test_metrics_say_why_automatic_budgets_drafted(llm: LLM) -> None:
     made, fixed = (
         llm.generate(CHATS[0], SamplingParams(max_tokens=40, tree_budget=budget))[0].metrics for budget in ("auto", 4)
     )
-    assert 0 < made.auto_drafted <= made.auto_rounds == made.rounds
-    assert made.to_dict()["auto_drafted"] == made.auto_drafted and fixed.auto_rounds == 0
+    why = made.automatic
+    assert 0 < why.drafted <= why.rounds == made.rounds
+    assert why.committed_tokens == sum(made.acceptance_lengths) - (why.rounds - why.drafted)  # the others made one each
+    assert why.expected_tokens > why.drafted and why.expected_s > why.single_token_s > 0
+    assert made.to_dict()["automatic"] == {**dataclasses.asdict(why), "expected_gain": why.expected_gain}
+    assert fixed.automatic.rounds == 0 and fixed.automatic.expected_gain is None
 
 
 def test_streams_side_by_side_say_what_generate_says(llm: LLM) -> None:

@@ -21,7 +21,7 @@ from ddtree_trt.runtime.metric_table import (
     POSITIONS,
     MetricSpec,
 )
-from ddtree_trt.runtime.stats import RequestMetrics, merge
+from ddtree_trt.runtime.stats import AutomaticRounds, RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import service as triton
 
@@ -154,6 +154,10 @@ def test_values(http: dict[str, core.Metric]) -> None:
         "ddtree_auto_rounds_total": 5,
         "ddtree_auto_rounds_with_draft_total": 3,
         "ddtree_auto_rounds_probing_total": 2,
+        "ddtree_auto_expected_tokens_total": 7.5,
+        "ddtree_auto_committed_tokens_total": 6,
+        "ddtree_auto_expected_seconds_total": 0.024,
+        "ddtree_auto_single_token_seconds_total": 0.015,
         "ddtree_acceptance_length_sum": 8,
         "ddtree_acceptance_length_count": 5,
         "vllm:num_requests_running": 1,
@@ -169,13 +173,14 @@ def test_values(http: dict[str, core.Metric]) -> None:
 
 def test_reasons_of_budgets_are_summed_and_copied() -> None:
     part = metrics_of([3])
-    whole, alone, before = merge([part, metrics_of([2, 1])]), merge([part]), part.auto_rounds
+    whole, alone, before = merge([part, metrics_of([2, 1])]), merge([part]), part.automatic.rounds
     part.add_round(1, 0, Decision(0, 1.0, 0.005, 0.005, drafted=False))
-    assert (whole.auto_rounds, whole.auto_drafted, whole.auto_probes) == (5, 3, 2)
-    assert alone.auto_rounds == before == part.auto_rounds - 1
+    assert (whole.automatic.rounds, whole.automatic.committed_tokens, whole.automatic.probes) == (5, 6, 2)
+    assert alone.automatic.rounds == before == part.automatic.rounds - 1
     assert alone.acceptance_lengths == [3, 1] and part.acceptance_lengths == [3, 1, 1]
     assert alone._history is part._history, "a part copies no list that grows with the rounds"
     assert whole.acceptance_lengths == [3, 1, 2, 1, 1] and whole.budgets == [8, 0, 8, 8, 0]
+    assert AutomaticRounds.total([]).expected_gain is None
 
 
 @pytest.mark.parametrize(

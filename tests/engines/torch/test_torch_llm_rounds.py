@@ -105,7 +105,7 @@ def test_output_is_the_hosts_and_that_of_ar(
         assert b.metrics.stage_s["device_round"] > 0 == b.metrics.stage_s["verify"]
     drafts = kind not in ("ar", "no drafts")
     assert (sum(o.metrics.accepted_tokens for o in found) > 0) is drafts
-    assert (sum(o.metrics.auto_drafted for o in found) > 0) is (kind == "auto")
+    assert (sum(o.metrics.automatic.drafted for o in found) > 0) is (kind == "auto")
     assert {o.outputs[0].finish_reason for o in found} >= ({"length"} if ignore_eos else {"stop"})
 
 
