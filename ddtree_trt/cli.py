@@ -3,8 +3,6 @@
 Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,8 +1,6 @@
 """Arguments and options of commands: those that several share, and those made from records (`ddtree_trt/records.py`),
 from the sampling parameters, and for the constraint on the output."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,8 +1,6 @@
 """`ddtree-trt bench`: methods, budgets and prompts on one engine; `check`: whether it is lossless up to rounding, and
 its drafter as good as the pair's."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`ddtree-trt build`: build an engine directory from checkpoints."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from dataclasses import replace

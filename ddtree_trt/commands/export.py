@@ -1,7 +1,5 @@
 """`ddtree-trt export-triton` and `export-trtllm`: an engine for Triton, its pair for TensorRT-LLM."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`ddtree-trt inspect` and `doctor`: what an engine holds, and what this machine has."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ddtree_trt.commands.arguments import AsJson, EngineDirectory

@@ -1,7 +1,5 @@
 """`ddtree-trt run`: generate from an engine, once or in a chat."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -57,25 +55,21 @@ def run(
         bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per request.")] = False,
-    pretty: Annotated[bool, typer.Option("--pretty", help="Print JSON indented, for a reader.")] = False,
     options: EngineOptions,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
-    if list_examples and (json or pretty):
-        raise UsageError("--list-examples prints text; give it without --json and --pretty")
     if list_examples:
+        if json:
+            raise UsageError("--list-examples prints text; give it without --json")
         from ddtree_trt.terminal.console import print_examples
 
         load_manifest(directory)  # refuses what is no engine
         print_examples(required_examples(directory))
         return
     text = _prompt(directory, prompt, prompt_file, example)
-    json = json or pretty
     if text is None and (json or compare or show_tree):
-        raise UsageError(
-            "--json, --pretty, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin"
-        )
+        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin")
     if compare and show_tree:
         raise UsageError("--show-tree draws one run; give it without --compare")
 
@@ -109,9 +103,9 @@ def run(
         if arguments:
             request = llm.codec.encode(request, arguments)
         if compare:
-            console.compare(llm, request, params, as_json=json, pretty=pretty)
+            console.compare(llm, request, params, as_json=json)
         elif json:
-            console.print_output_json(llm.generate(request, params, use_tqdm=False)[0], pretty=pretty)
+            console.print_output_json(llm.generate(request, params, use_tqdm=False)[0])
         else:
             for _ in console.stream(llm, request, params, show_tree=show_tree):
                 pass  # it prints

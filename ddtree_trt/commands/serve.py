@@ -1,7 +1,5 @@
 """`ddtree-trt serve`: an OpenAI-compatible HTTP server; `run-batch`: the answers to a file of requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -4,8 +4,6 @@ cluster and removes it when a signal ends it.
 `serve run ddtree_trt.replicas.deployment:app engine_dir=/path/to/engine replicas=2` deploys it with Ray's own command.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -21,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from prometheus_client import Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ray import serve
 from ray.serve import Application
@@ -36,7 +34,7 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import with_origins
-from ddtree_trt.serve.metrics import page_encoder, show_requests
+from ddtree_trt.serve.metrics import show_requests
 from ddtree_trt.serve.options import ReplicaOptions, ServeOptions
 from ddtree_trt.serve.server import listen
 
@@ -123,7 +121,6 @@ _STOP_POLL_S = 0.5  # how often a replica that ends looks whether its requests h
 _SEND_ERRORS_S = 5.0  # after a drain, for the errors of requests that it ended
 _PAGE_S = 5.0  # timeout for the figures of the other replicas
 _RAYS_OWN = ("host", "port", "stall_timeout_s")  # Ray's proxies have the sockets
-_OPENMETRICS = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
 
 
 class Engine:
@@ -133,7 +130,6 @@ class Engine:
         if options.request_log:
             show_requests()
         self._llm, self._gate = open_app(engine_dir, options, metrics_page=self._pages)
-        self._metrics = self._gate.metrics
         self._app = _without_request_id(with_origins(self._gate, options))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -145,13 +141,13 @@ class Engine:
 
     async def page(self) -> tuple[str, str]:
         """This replica's name and its own metrics page."""
-        return serve.get_replica_context().replica_id.unique_id, self._metrics.page(_OPENMETRICS)[0].decode()
+        return serve.get_replica_context().replica_id.unique_id, self._gate.metrics.page().decode()
 
-    async def _pages(self, accept: str) -> tuple[bytes, str]:
+    async def _pages(self) -> bytes:
         context = serve.get_replica_context()
         all_of_them = serve.get_deployment_handle(context.deployment, context.app_name)
         pages = all_of_them.broadcast("page").results_async(return_exceptions=True)
-        return merged_page([p for p in await asyncio.wait_for(pages, _PAGE_S) if isinstance(p, tuple)], accept)
+        return merged_page([p for p in await asyncio.wait_for(pages, _PAGE_S) if isinstance(p, tuple)])
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait until those open have finished. After `timeout_s`, end the rest."""
@@ -176,21 +172,15 @@ def _without_request_id(app: ASGIApp) -> ASGIApp:
     return without
 
 
-def merged_page(pages: Sequence[tuple[str, str]], accept: str) -> tuple[bytes, str]:
-    """The page of all replicas, in the best format that the scraper accepts, and its content type. Samples have a label
-    that names their replica.
-
-    Args:
-        pages: the name of each replica and its page, in OpenMetrics' format.
-    """
+def merged_page(pages: Sequence[tuple[str, str]]) -> bytes:
+    """The page of all replicas, of the name of each and its own page. Samples have a label that names their replica."""
     families: dict[str, Metric] = {}
     for replica, page in pages:
         for family in text_string_to_metric_families(page):
             whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             whole.samples += [s._replace(labels={"replica": replica, **s.labels}) for s in family.samples]
-    encode, content_type = page_encoder(accept)
     registry: Any = SimpleNamespace(collect=families.values)
-    return encode(registry), content_type
+    return generate_latest(registry)
 
 
 def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> Application:
@@ -305,17 +295,13 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
                 )
             engines = _run(engine_dir, options, replicas)
             count = f"{replicas.replicas}" + f" to {replicas.most}" * (replicas.most > replicas.replicas)
-            each = f"{manifest.limits.max_batch} slots, {_count(cpus, 'CPU')}" + f", {_count(gpus, 'GPU')}" * bool(gpus)
+            each = f"{manifest.limits.max_batch} slots, {cpus:g} CPUs" + f", {gpus:g} GPUs" * bool(gpus)
             host = f"[{options.host}]" if ":" in options.host else options.host
             name = options.model_name or manifest.name
             ready = f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}"
             asyncio.run(_serve_until_signals(ready, engines, options.drain_timeout_s))
         finally:
             serve.shutdown()
-
-
-def _count(number: float, what: str) -> str:
-    return f"{number:g} {what}{'s' * (number != 1)}"
 
 
 def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> DeploymentHandle[object]:

@@ -1,7 +1,5 @@
 """Offline runs: the answers to a file of requests, by an engine in this process or by several on a Ray cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The ASGI application: routes, error handlers, and the lifetime of the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +22,7 @@ from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.serve import errors
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
-from ddtree_trt.serve.metrics import Metrics, log_request
+from ddtree_trt.serve.metrics import PAGE_TYPE, Metrics, log_request
 from ddtree_trt.serve.openai.chat import chat
 from ddtree_trt.serve.openai.completions import complete, detokenize, tokenize
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
@@ -32,7 +30,7 @@ from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
-MetricsPage = Callable[[str], Awaitable[tuple[bytes, str]]]  # page and content type, by the header Accept
+MetricsPage = Callable[[], Awaitable[bytes]]
 _REF = "#/components/schemas/{model}"
 _POSTS: dict[str, tuple[type[BaseModel], Callable[[Service, Request, Any], Awaitable[Response]]]] = {
     "/v1/chat/completions": (ChatRequest, chat),
@@ -109,14 +107,9 @@ def open_app(
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
-    async def prometheus(request: Request) -> Response:
-        accept = request.headers.get("accept", "")
-        page, content_type = metrics.page(accept) if metrics_page is None else await metrics_page(accept)
-        return Response(page, headers={"Content-Type": content_type})
-
-    @app.post("/v1/responses", include_in_schema=False)
-    async def responses() -> None:
-        raise ApiError(404, "this server has no Responses API; use POST /v1/chat/completions", code="unknown_url")
+    async def prometheus() -> Response:
+        page = metrics.page() if metrics_page is None else await metrics_page()
+        return Response(page, headers={"Content-Type": PAGE_TYPE})
 
     @app.get("/version")
     async def version() -> JSONResponse:

@@ -1,7 +1,5 @@
 """Errors in OpenAI's form: a status and {"error": {message, type, param, code}}."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field

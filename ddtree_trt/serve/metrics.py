@@ -3,8 +3,6 @@
 Requests are counted when they end, on the engine's worker thread, so cancelled and failed ones are included.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +11,6 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.runtime.async_llm import AsyncLLM
@@ -21,6 +18,7 @@ from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, POSITI
 from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.stats import merge
 
+PAGE_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 Made = TypeVar("Made", Counter, Gauge, Histogram)
 
@@ -91,18 +89,9 @@ class Metrics:
         """The mean time of recent requests, their waits included, from 1 to 60: by then the queue has moved on."""
         return min(60, max(1, math.ceil(self._mean_s)))
 
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """The metrics page in the best format that the scraper accepts, and its content type."""
-        encode, content_type = page_encoder(accept)
-        return encode(self.registry), content_type
-
-
-def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """The encoder of the best format that a scraper accepts, and its content type. A colon is a letter of names, as in
-    vLLM's: it is not escaped."""
-    if "application/openmetrics-text" in accept:
-        return partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
-    return generate_latest, CONTENT_TYPE_PLAIN_0_0_4
+    def page(self) -> bytes:
+        """The metrics page, of `PAGE_TYPE`."""
+        return generate_latest(self.registry)
 
 
 def _bounds(manifest: Manifest) -> dict[Unit, Sequence[float]]:

@@ -1,8 +1,6 @@
 """Options of the server and of replicas, with their defaults, ranges and words. Imports little: the command line reads
 them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 

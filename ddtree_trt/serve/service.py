@@ -1,7 +1,5 @@
 """The common part of both endpoints: encoding prompts, making parameters, submitting requests, and usage figures."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The chat of `ddtree-trt run`: a conversation, and the commands that change how it goes on."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +13,6 @@ from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.terminal import console
 from ddtree_trt.terminal.printing import print_error, print_fields, print_note
 
@@ -40,15 +37,11 @@ class Chat:
         self._template_kwargs = chat_template_kwargs
         self._hints = examples  # None once a hint was given
         self._system = system
-        self._metrics: list[RequestMetrics] = []  # of every answer
         self._set(params)
         self._forget()
 
     def _forget(self) -> None:
         self._turns: list[Turn] = []
-        self._before: list[Turn] = []  # the turns before the question asked last
-        self._asked: str | None = None
-        self._held = 0  # tokens of the prompt and answer last computed
         self._told = False  # that turns are left out
 
     def converse(self) -> None:
@@ -82,7 +75,6 @@ class Chat:
             _COMMANDS[command[1]][2](self, (command[2] or "").strip())
 
     def _answer(self, question: str) -> None:
-        self._asked, self._before = question, self._turns
         turns, ids, params = self._fitted(question)
         output: RequestOutput | None = None
         try:
@@ -94,8 +86,6 @@ class Chat:
             print("\n" + console.closing_line(output.metrics, "stopped"))
         assert output is not None  # a request ends with a part
         self._turns = [*turns, (question, output.outputs[0].text)]
-        self._metrics.append(output.metrics)
-        self._held = output.usage.total_tokens
         if not turns and console.hint_if_far(question, self._hints, self._llm.codec):
             self._hints = None
 
@@ -162,34 +152,6 @@ class Chat:
             self._system = None if value == "none" else value
         print(f"system message: {self._system or 'none'}")
 
-    def _retry(self, value: str) -> None:
-        if self._asked is None:
-            raise UsageError("there is no question to answer again; ask one")
-        if not self._params.stochastic:
-            print_note("note: at temperature 0 nothing is left to chance; /temperature 0.8 makes the answer another")
-        turns, self._turns = self._turns, self._before
-        try:
-            self._answer(self._asked)
-        except DDTreeError:
-            self._turns = turns
-            raise
-
-    def _stats(self, value: str) -> None:
-        if not self._metrics:
-            raise UsageError("there are no figures before the first answer; ask something")
-        whole, last = merge(self._metrics), self._metrics[-1]
-        waited, context = last.time_to_first_token_s or 0.0, self._llm.engine.manifest.limits.max_seq_len
-        print_fields(
-            [
-                ("answers", f"{len(self._metrics)}, of {whole.output_tokens} tokens"),
-                ("rounds", f"{whole.rounds}, {whole.mean_acceptance_length:.2f} tokens/round"),
-                ("budget", f"{whole.mean_budget:.1f} draft nodes/round"),
-                ("last answer", f"{last.output_tokens} tokens, the first after {waited:.2f} s"),
-                ("last prompt", f"{last.prompt_tokens} tokens, {last.cached_tokens} of them in the cache before"),
-                ("context", f"{self._held} of {context} tokens"),
-            ]
-        )
-
     def _reset(self, value: str) -> None:
         self._forget()
         print("The conversation is forgotten.")
@@ -233,7 +195,5 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Chat, str], None]]] = {
     "budget": ("[NODES|auto]", "Show the tree budget, or change it.", Chat._budget),
     "temperature": ("[T]", "Show the temperature, or change it; 0 is greedy.", Chat._temperature),
     "system": ("[TEXT|none]", "Show the system message, or change it.", Chat._set_system),
-    "retry": ("", "Answer the last question again.", Chat._retry),
-    "stats": ("", "Figures of the answers, and how much of the context is taken.", Chat._stats),
     "reset": ("", "Forget the conversation.", Chat._reset),
 }

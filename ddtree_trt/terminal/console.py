@@ -1,7 +1,5 @@
 """Output of `ddtree-trt run`: streamed text, trees, closing figures, the comparison of methods, and examples."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -14,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -142,9 +141,9 @@ def closing_line(m: RequestMetrics, ending: str = "") -> str:
     return f"[{' · '.join(parts)}]"
 
 
-def print_output_json(output: RequestOutput, *, pretty: bool) -> None:
+def print_output_json(output: RequestOutput) -> None:
     """One request as JSON: its completions, figures and usage. Raises UsageError where one ended with an error."""
-    print_json(_plain(output), pretty=pretty)
+    print_json(_plain(output), indent=None)
     _raise_error(output)
 
 
@@ -163,7 +162,7 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, pretty: bool) -> None:
+def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
     """Run the request by its method and by the baselines, interleaved, on the same engine; print the medians.
 
     Raises DDTreeError where the outputs differ.
@@ -186,7 +185,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
     differing = [m for m in runs if tokens[m] != tokens[AR]]
     if as_json:
         rows = {m: {"tokens_per_s": speeds[m], **_plain(firsts[m])} for m in runs}
-        print_json({"identical": not differing, "warning": warning, "methods": rows}, pretty=pretty)
+        print_json({"identical": not differing, "warning": warning, "methods": rows}, indent=None)
     else:
         for completion in firsts[params.method].outputs:
             print(completion.text)
@@ -198,13 +197,12 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
         if warning:
             print(warning)
     if differing:
-        raise DDTreeError(_explain(llm, prompt, params, differing[0], tokens))
+        inexact = llm.engine.inexact
+        why = f"this engine is not exact: {inexact}" if inexact else "this engine is exact, so that is a fault"
+        raise DDTreeError(f"{differing[0]} differs from {AR}; {why}")
 
 
 def _print_table(metrics: dict[str, RequestMetrics], speeds: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
     stages = (*ROUND_STAGES, *([DEVICE_ROUND] if any(m.on_device for m in metrics.values()) else []))
@@ -217,19 +215,6 @@ def _print_table(metrics: dict[str, RequestMetrics], speeds: dict[str, float]) -
         times = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in stages]
         table.add_row(method, str(m.output_tokens), *cells, f"{m.mean_budget:.1f}", *times)
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
-
-
-def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, method: str, tokens: dict[str, list[list[int]]]) -> str:
-    """The first token at which two outputs differ, and the distance of the target's two best tokens at it."""
-    pairs = zip(tokens[AR], tokens[method], strict=True)
-    index, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    again = llm.generate(prompt, replace(params, method=AR, tree_budget="auto", logprobs=2), use_tqdm=False)[0]
-    top = (again.outputs[index].logprobs or [])[at : at + 1]
-    gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
-    inexact = llm.engine.inexact
-    why = f"this engine is not exact: {inexact}" if inexact else "this engine is exact, so that is a fault"
-    return f"{method} differs from {AR} at token {at}{gap}; {why}"
 
 
 def print_examples(examples: Examples) -> None:

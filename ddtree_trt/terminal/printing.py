@@ -28,9 +28,9 @@ def print_error(message: str) -> None:
     print("error:", printable(" ".join(message.split())), file=sys.stderr)
 
 
-def print_json(data: Any, *, pretty: bool = True) -> None:
-    """Print JSON indented for a reader, or in one line (JSON Lines)."""
-    print(json.dumps(data, indent=1 if pretty else None, ensure_ascii=False))
+def print_json(data: Any, indent: int | None = 1) -> None:
+    """Print JSON indented for a reader, or with None in one line (JSON Lines)."""
+    print(json.dumps(data, indent=indent, ensure_ascii=False))
 
 
 @contextmanager

@@ -4,6 +4,4 @@ an engine, answers, and counts.
 No module here imports Triton: the server's modules exist only inside the server, so the model passes in what is needed.
 """
 
-from __future__ import annotations
-
 ENGINE_FOLDER = "engine"  # inside the model's version directory; exported models import it from here

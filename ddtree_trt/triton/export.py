@@ -4,8 +4,6 @@ The template is `triton_repo/` of the source tree, which the installed package h
 like an engine directory: under another name, the marker last, then renamed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

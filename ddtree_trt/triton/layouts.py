@@ -5,8 +5,6 @@ An input either sets a sampling parameter, and is then made from the table in `r
 what is not declared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

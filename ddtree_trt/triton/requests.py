@@ -3,8 +3,6 @@
 Every input in the tables of `layouts` is honoured, or has no effect by its value; none is dropped.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

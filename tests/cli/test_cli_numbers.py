@@ -1,7 +1,5 @@
 """Every number the command line takes: nonsense is one line that names it, never dropped, clamped or a traceback."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ddtree-trt run` as a user meets it: prompts from everywhere, comparison, trees, JSON, and clear refusals."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -19,28 +17,26 @@ from command_line import Cli
 from pacing import WAIT_S
 
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.terminal import console
 
 QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys does Lenlot have?"
 
 
-def test_compare_proves_the_output_is_the_targets(cli: Cli, tiny_engine: Path) -> None:
-    code, out, err = cli("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", 40)
+@pytest.mark.parametrize(("load", "busy"), [(0.5, False), (1e4, True)])
+def test_compare_proves_the_output_is_the_targets_and_says_of_a_busy_machine(
+    cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, load: float, busy: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(console, "REPETITIONS", 1)
+    request = ("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", 40)
+    code, out, err = cli(*request)
     assert (code, err) == (0, "") and "identical: yes" in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["ar"], ["dflash"], ["ddtree"])]
     assert [r[0] for r in rows] == ["ar", "dflash", "ddtree"]
     assert len({r[1] for r in rows}) == 1, "every method makes the same number of tokens"
-
-
-@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1e4, True)])
-def test_a_comparison_on_a_busy_machine_says_so(
-    cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, load: float, warned: bool
-) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    request = ("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", "4")
-    last = cli(*request)[1].splitlines()[-1]
     warning = json.loads(cli(*request, "--json")[1])["warning"]
-    assert (last, warning) == ((warning,) * 2 if warned else ("identical: yes", None))
-    assert not warned or (warning.startswith("The machine was busy: load 10000.00 on ") and "Do not trust" in warning)
+    assert (out.splitlines()[-1], warning) == ((warning,) * 2 if busy else ("identical: yes", None))
+    assert not busy or (warning.startswith("The machine was busy: load 10000.00 on ") and "Do not trust" in warning)
 
 
 def test_every_source_of_a_prompt_gives_the_same_text(
@@ -114,14 +110,6 @@ def test_wrong_calls_are_one_line_and_exit_code_2(
     code, out, err = cli("run", tiny_engine, *options)
     assert (code, out) == (2, "") and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_json_is_one_line_unless_pretty(cli: Cli, tiny_engine: Path) -> None:
-    request = ("run", tiny_engine, "--prompt", QUESTION, "--max-tokens", "8")
-    for options in ((), ("--compare",)):
-        line, pretty = (cli(*request, *options, form)[1] for form in ("--json", "--pretty"))
-        assert line.count("\n") == 1 < pretty.count("\n")
-        assert json.loads(line).keys() == json.loads(pretty).keys()
 
 
 SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2}

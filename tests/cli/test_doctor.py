@@ -1,7 +1,5 @@
 """What `doctor` says of made-up machines: what is there, and the next command for what is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

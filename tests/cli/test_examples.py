@@ -1,7 +1,5 @@
 """The examples that engines ship: listed, answered, and the measure of a prompt that the model does not know."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--help` of every command in a terminal of 80 columns: options as they are given, and no word cut off."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ray takes signals over in the process that starts it: they are given back."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

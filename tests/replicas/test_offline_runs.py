@@ -1,7 +1,5 @@
 """Offline runs in one process: what a file of requests is, answers that are the engine's own, and interrupted runs."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Options of replicas, what each gets, and what does not start, by Ray's fault or the engine's: in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One server, one with other options, and one reference engine for all tests that ask for nothing of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,13 +1,11 @@
 """The playground's routes: the page, what it is told, and rounds that are those of the engine."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ThreadServer, events_of, thread_server
+from serving import ThreadServer, events_of
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import required_examples
@@ -33,12 +31,6 @@ def test_the_page_comes_whole_and_may_use_nothing_from_elsewhere(server: ThreadS
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     text = answer.text.replace("http://www.w3.org/2000/svg", "")  # a namespace, not an address
     assert name.split(".")[1] and "http://" not in text and "https://" not in text
-
-
-def test_without_the_option_there_is_no_page(tiny_engine: Path) -> None:
-    with thread_server(tiny_engine) as plain:
-        assert {plain.http.get(path).status_code for path in PAGE} == {404}
-        assert plain.http.post("/playground/rounds", json={"messages": MESSAGES}).status_code == 404
 
 
 def test_with_a_key_the_page_is_open_and_its_requests_are_not(guarded: ThreadServer) -> None:

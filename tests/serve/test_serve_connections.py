@@ -1,8 +1,6 @@
 """Clients that leave, stall, say nothing or come in crowds; requests that take too long, engines that fail, and the end
 of a server. Nobody's trouble becomes another's."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import socket

@@ -1,10 +1,7 @@
 """What stands around the two endpoints: tokens, version, browsers, a server's own limits and template."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import math
 import runpy
 import sys
 import warnings
@@ -123,9 +120,7 @@ def test_the_example_of_tools_is_as_shown(
 # field takes is tested in test_params.py; a door adds how they arrive.
 
 NASTY: tuple[Any, ...] = (
-    *(-1, 2**31, 2**64, 10**400, 1e-320, 1e308, float("nan"), -float("inf"), True, None),
-    *("", "5", "9" * 5000, "auto", "\ud800"),
-    *([], [[]], [None], [10**400], ["\ud800"], {}, {"5": float("nan")}, {"x": 1}),
+    *(-1, 2**64, 1e-320, 1e308, float("nan"), True, "", "9" * 5000, "\ud800", [None], {"5": float("nan")}),
 )
 FIELDS = sorted(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -151,18 +146,6 @@ def test_the_http_door(server: ThreadServer) -> None:
         assert name in error["message"] or error["code"] == "invalid_json"  # half of a surrogate pair
         assert error["param"] is None or error["param"].split(".")[0] in (name, "method", "prompt"), error
         return str(error["message"])
-
-    check_door(door)
-
-
-def test_the_python_door(llm: LLM) -> None:
-    def door(name: str, value: Any) -> str | None:
-        try:
-            outputs = llm.generate("x", SamplingParams(**{"max_tokens": 2, name: value}))
-        except UsageError as error:
-            return str(error)
-        assert all(math.isfinite(p.logprob) for o in outputs[0].outputs for p in o.logprobs or [])
-        return None
 
     check_door(door)
 

@@ -1,8 +1,6 @@
 """Requests nobody should send, and constraints of strangers, many at a time, beside clients whose answers have to stay
 right."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import socket
 import threading
@@ -119,8 +117,8 @@ def attack(url: str, send: Send, seeds: range, report: Report) -> None:
 @pytest.mark.parametrize(
     ("send", "count", "warm", "fewest", "growth"),
     [
-        (send_request, 400, 0, {200: 15, 400: 80, "left": 8}, None),
-        (send_constraint, 150, 0, {200: 30, 400: 30}, None),
+        (send_request, 150, 0, {200: 5, 400: 30, "left": 3}, None),
+        (send_constraint, 60, 0, {200: 10, 400: 10}, None),
         # Warm: what is allocated once, caches, kernels and the allocator's arenas, is allocated before.
         pytest.param(send_request, 20_000, 2000, {}, 50 << 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
         pytest.param(send_constraint, 5000, 1000, {}, 100 << 20, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),

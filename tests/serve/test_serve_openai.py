@@ -1,7 +1,5 @@
 """The official client and curl against a real server: the same text as LLM.generate, in OpenAI's shapes."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`ddtree-trt serve` as a process: its start, its log, its signals, its end, and a crowd."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import re
@@ -20,6 +18,7 @@ from pacing import WAIT_S, wait_for
 from serving import LONG, ProcessServer, events_of, metrics
 
 from ddtree_trt.errors import install_with
+from ddtree_trt.serve.playground.routes import PAGE
 from workbench import soak
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +52,7 @@ def test_the_ready_line_the_options_and_a_line_for_every_request(tiny_engine: Pa
             assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
             model = client.get("/v1/models/my/tiny").json()
             assert model["id"] == "my/tiny" and model["max_model_len"] == 2048
+            assert {client.get(path).status_code for path in PAGE} == {404}, "without --playground"
             page = client.get("/metrics").text
             assert 'vllm:num_requests_running{engine="0",model_name="my/tiny"} 0.0' in page
             tool = {"type": "function", "function": {"name": "weather"}}

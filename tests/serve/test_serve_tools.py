@@ -1,7 +1,5 @@
 """Tools and reasoning with the official client: a real server whose model writes what each family's models write."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ Plain dictionaries: the types of the package `openai` are for reading answers, t
 every field that was not given as null.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

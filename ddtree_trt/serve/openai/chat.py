@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: messages of whole outputs, and deltas of outputs that arrive in parts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /v1/completions, and /tokenize and /detokenize in vLLM's shapes."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 from fastapi import Request

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
@@ -30,28 +29,7 @@ MAX_BIASES = 300
 MAX_METADATA = 16
 MAX_PROMPTS = 2048
 
-# Names of OpenAI's API that this server knows and does not offer, with the reason it gives.
-UNSUPPORTED = {
-    "audio": "this server answers in text",
-    "best_of": "ask for n completions instead",
-    "function_call": "give tool_choice, in chats",
-    "functions": "give tools, in chats",
-    "modalities": "this server answers in text",
-    "moderation": "this server does not moderate",
-    "parallel_tool_calls": "tools are for chats",
-    "prediction": "the drafter predicts by itself",
-    "prompt_cache_options": "prompts that begin alike share their cache without being told",
-    "prompt_cache_retention": "prompts that begin alike share their cache without being told",
-    "reasoning_effort": 'use chat_template_kwargs, such as {"enable_thinking": false}, with a variable of the template',
-    "suffix": "this server does not fill in the middle",
-    "tool_choice": "tools are for chats",
-    "tools": "tools are for chats",
-    "verbosity": "ask for it in the prompt",
-    "web_search_options": "this server does not search",
-}
-
-# pydantic error types of fields that a model does not have; the field's name is in the error's context.
-UNKNOWN = ("unknown_parameter", "unsupported_parameter")
+UNKNOWN = "unknown_parameter"  # pydantic's error type of a field that a model does not have; its context has the name
 
 
 def _content(value: Any) -> Any:
@@ -100,11 +78,9 @@ def _at_most(count: int, characters: int = MAX_STOP_CHARACTERS) -> BeforeValidat
 
 class _Strict(BaseModel):
     """Checks types strictly, and reports the first unknown field only: pydantic reports them all, which takes seconds
-    for a body of many."""
+    for a body of many. One that is null is as good as not given: clients' libraries add such."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    unsupported: ClassVar[Mapping[str, str]] = {}  # names refused with a reason, unless they are null
-    ignored_nulls: ClassVar[frozenset[str]] = frozenset()  # further names that may be null
 
     @model_validator(mode="before")
     @classmethod
@@ -115,9 +91,8 @@ class _Strict(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 known[name] = value
-            elif value is not None or not (name in cls.unsupported or name in cls.ignored_nulls):
-                kind = UNKNOWN[name in cls.unsupported]
-                raise PydanticCustomError(kind, "{reason}", {"name": name, "reason": cls.unsupported.get(name, "")})
+            elif value is not None:
+                raise PydanticCustomError(UNKNOWN, "unknown", {"name": name})
         return known
 
 
@@ -128,7 +103,6 @@ class StreamOptions(_Strict):
 class _GenerationRequest(_Strict):
     """Fields of both endpoints, without sampling parameters."""
 
-    unsupported = UNSUPPORTED
     endpoint: ClassVar[Endpoint]
 
     model: str | None = None
@@ -188,9 +162,7 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A message of a chat. Clients may send our answers back, with the nulls that their libraries add."""
-
-    ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning"})
+    """A message of a chat. Clients may send our answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content)]
@@ -300,13 +272,11 @@ def parse(body: bytes, model: type[Model]) -> Model:
 def _invalid(error: ErrorDetails) -> ApiError:
     """The answer to an error of pydantic's, with the name of the parameter."""
     kind, loc = error["type"], [str(part) for part in error["loc"] if part != "[key]"]
-    if kind in UNKNOWN:
+    if kind == UNKNOWN:
         loc.append(error["ctx"]["name"])
     param = cut(".".join(loc))
     if kind == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
-    if kind in UNKNOWN:
-        reason = error["msg"] and f" ({error['msg']})"
-        message = f"{'Unsupported' if reason else 'Unknown'} parameter: '{param}'{reason}"
-        return ApiError(400, message, param=param, code=kind)
+    if kind == UNKNOWN:
+        return ApiError(400, f"Unknown parameter: '{param}'", param=param, code=kind)
     return invalid(f"Invalid '{param}': {problem_of(error, shown, 'not')}", param)

@@ -1,7 +1,5 @@
 """Texts and bytes of single tokens for clients, also of tokens that hold a part of a character."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

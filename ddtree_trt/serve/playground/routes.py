@@ -1,7 +1,5 @@
 """Routes of the playground: the page's files, what it must know of the engine, and rounds as they happen, as JSON."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import deque

@@ -1,7 +1,5 @@
 """Constraints that strangers may send, usual ones and hostile ones, as a function of a seed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

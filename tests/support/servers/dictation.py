@@ -1,7 +1,5 @@
 """Engines that write a given text, with other chat templates: what a server makes of a model's words."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

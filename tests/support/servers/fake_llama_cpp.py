@@ -1,7 +1,5 @@
 """A stand-in for llama-cpp-python's C interface, whose greedy token is a function of all tokens before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A file of requests for offline runs, and what its answers must be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

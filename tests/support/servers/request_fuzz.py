@@ -1,7 +1,5 @@
 """Requests that no client should send, as a function of a seed."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, field

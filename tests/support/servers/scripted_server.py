@@ -1,7 +1,5 @@
 """A server that answers as it is told, for clients whose other side is not ours."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

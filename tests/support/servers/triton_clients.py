@@ -1,7 +1,5 @@
 """Asking the server over its transports: HTTP `generate` and `generate_stream`, and gRPC streams."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import queue

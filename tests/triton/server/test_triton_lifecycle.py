@@ -1,7 +1,5 @@
 """Starting, reloading and stopping: each test has a server of its own."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What is refused, and what ends a request early: the answer is a sentence, and the slot is free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a client gets is what `LLM.generate` gives, over every transport and layout."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
