@@ -237,11 +237,12 @@ TOP_K, LEVELS, LAYERS = 5, 4, 8
 Build = Callable[..., Measured]
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "normed-residual": {"norm_before_residual": True},
-    "normed-output": {"norm_output": True, "tap_layers": (0, 7)},
-    "own-width": {"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
-    "qwen2-whole-vocabulary": {"family": QWEN2, "draft_vocab_size": None, "tap_layers": (0, 2, 3, 5, 6)},
-    "head-of-the-target": {"own_head": False, "draft_vocab_size": None},
+    "own-width": {
+        **{"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
+        "norm_before_residual": True,
+    },
+    "normed-output": {"norm_output": True, "tap_layers": (0, 7), "draft_vocab_size": None},
+    "head-of-the-target": {"own_head": False, "draft_vocab_size": None, "family": QWEN2, "tap_layers": (0, 2, 3, 5, 6)},
 }
 
 
