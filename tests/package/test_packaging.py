@@ -49,10 +49,14 @@ def test_the_operators_are_compiled_for_the_torch_that_the_wheel_names() -> None
     ],
 )
 def test_cibuildwheel_reads_its_configuration(
-    platform: str, architecture: str, identifier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    platform: str,
+    architecture: str,
+    identifier: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CIBW_ARCHS", architecture)
     monkeypatch.setattr(sys, "argv", ["cibuildwheel", "--platform", platform, "--print-build-identifiers", str(ROOT)])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         cibuildwheel.main()
     assert capsys.readouterr().out.split() == [f"cp{version}-{identifier}" for version in (311, 312, 313)]

@@ -1,7 +1,5 @@
 """The tiny pair from nothing: every stage in small, and what the package then makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -83,7 +81,8 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (out / "drafter", work / "target", work / "drafter", work / "data"):
         shutil.rmtree(folder)
     s = small()
-    target = replace(s.target, delta=HYBRID.target.delta, imitated=0.5)
+    schedule = replace(s.target.schedule, steps=4)
+    target = replace(s.target, delta=HYBRID.target.delta, imitated=0.5, schedule=schedule)
     monkeypatch.setattr(command, "HYBRID", replace(s, target=target, drafters={"drafter": s.drafters["drafter"]}))
     call("drafter", "--hybrid")
     ours, packaged = (json.loads((at / "drafter" / "config.json").read_text()) for at in (out, ASSETS))

@@ -12,8 +12,6 @@ each time twice as large: X ← X − X·(A within a pair of blocks)·X, ⌈log�
 products, but where rows are alike its terms are far larger than the sum: 10^17 in a chain of 64 equal keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

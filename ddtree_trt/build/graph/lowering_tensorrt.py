@@ -5,8 +5,6 @@ between casts, which TensorRT fuses away. Ids, positions and row numbers are int
 the head are inputs, so that both engines read one copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

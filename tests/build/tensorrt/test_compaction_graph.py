@@ -1,8 +1,6 @@
 """The graph that compacts an engine's cache, of either lowering, in ONNX Runtime against what the kernel computes; and
 the windows in which the run time gives it a path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The EAGLE-3 drafter: which nodes it expands, the rows of its cache, and every number against PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

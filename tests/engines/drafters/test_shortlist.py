@@ -1,7 +1,5 @@
 """A drafter that drafts from a shortlist of the target's tokens, and brings no head for it: rows of the target's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
