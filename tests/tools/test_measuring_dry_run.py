@@ -19,7 +19,7 @@ def test_dry_run(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "gpu_bench.json").read_text())
     assert all(outcome.startswith("ok") for outcome in result["steps"].values())
     assert result["correctness"]["fp32"]["outputs"] == 7
-    assert result["correctness"]["fp32"]["relative_error"] < 1e-4
+    assert result["correctness"]["fp32"]["relative_error"] < 2e-3
     assert result["two_gpus"]["outputs"] == 4 and result["two_gpus"]["differ_at_a_tie"] == 0
     (pair,) = result["pairs"]
     # Two bytes for each of 6 layers' keys and values of 2 heads of 16.

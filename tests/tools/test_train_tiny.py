@@ -81,8 +81,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (out / "drafter", work / "target", work / "drafter", work / "data"):
         shutil.rmtree(folder)
     s = small()
-    schedule = replace(s.target.schedule, steps=4)
-    target = replace(s.target, delta=HYBRID.target.delta, imitated=0.5, schedule=schedule)
+    target = replace(s.target, delta=HYBRID.target.delta, imitated=0.5)
     monkeypatch.setattr(command, "HYBRID", replace(s, target=target, drafters={"drafter": s.drafters["drafter"]}))
     call("drafter", "--hybrid")
     ours, packaged = (json.loads((at / "drafter" / "config.json").read_text()) for at in (out, ASSETS))
