@@ -1,7 +1,5 @@
 """The entries of a config.json that state a network, for checkpoints that trainers and tests write."""
 
-from __future__ import annotations
-
 from ddtree_trt.drafters.dflash.dims import ARCHITECTURE, SECTION, DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import (

@@ -4,8 +4,6 @@ A kind is a package beside this module, and one subclass of `DrafterKind` in its
 record is light: what builds and what runs the drafter are halves of the package, imported when they are called for.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module

@@ -3,8 +3,6 @@
 Their embedding and head are the target's unless they have their own; a head may choose from a smaller vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any

@@ -35,8 +35,7 @@ def build(d: DeltaNet, w: Weights, most: int = MOST) -> ModelProto:
     parts = (g.weight(n, partial(getattr, w, n)) for n in ("conv", "decay", "step_bias", "head_norm"))
     conv, decay, bias, norm = parts
     at = Delta(0, d, conv, decay, bias, norm, w.eps)
-    done = delta.delta_net(g, projected, at, tree, (state, inputs), "out")
-    delta.keep(g, done, d, "kept")
+    delta.delta_net(g, projected, at, tree, (state, inputs), "out", "kept")
     for name in ("out", "kept"):
         g.output(name, "float32", ["N", "T", "any"])
     return g.model()

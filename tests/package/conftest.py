@@ -1,7 +1,5 @@
 """The distributions of this tree, and an environment in which nothing but the wheel is installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

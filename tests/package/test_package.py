@@ -1,7 +1,5 @@
 """The package as users get it: what is in the distributions, and a life of it from installation to removal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

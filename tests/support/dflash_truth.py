@@ -1,7 +1,5 @@
 """The DFlash drafter stated plainly in PyTorch, and what a block drafter must never ask for."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 The truth is kept plain: every sequence of tokens goes through the network whole, causally, without a cache or a mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path

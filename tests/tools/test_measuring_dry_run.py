@@ -1,7 +1,5 @@
 """tools/gpu_bench.sh, the one script for a GPU machine, run dry: on the CPU, with tiny shapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,9 +18,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "gpu_bench.json").read_text())
     assert all(outcome.startswith("ok") for outcome in result["steps"].values())
-    for precision in ("fp32", "bf16"):
-        assert result["correctness"][precision]["outputs"] == 7
-        assert result["correctness"][precision]["relative_error"] < 0.15
+    assert result["correctness"]["fp32"]["outputs"] == 7
+    assert result["correctness"]["fp32"]["relative_error"] < 2e-3
     assert result["two_gpus"]["outputs"] == 4 and result["two_gpus"]["differ_at_a_tie"] == 0
     (pair,) = result["pairs"]
     # Two bytes for each of 6 layers' keys and values of 2 heads of 16.

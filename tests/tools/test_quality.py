@@ -1,7 +1,5 @@
 """workbench/quality.py: an engine compared with another over text."""
 
-from __future__ import annotations
-
 import re
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The drafters' training: prompts, stored answers, blocks, the loop and what it exports."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The tiny pair from nothing: every stage in small, and what the package then makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

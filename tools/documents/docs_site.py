@@ -5,8 +5,6 @@ the dots that would hide them; links to them and between them are rewritten. The
 description of it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path, PurePosixPath

@@ -5,8 +5,6 @@
 The table is the text between `<!-- begin parameters -->` and `<!-- end parameters -->`. A test compares the two.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 python tools/documents/terminal_picture.py docs/images/trees.svg -- ddtree-trt run engines/tiny --prompt "…" --show-tree
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

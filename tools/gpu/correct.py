@@ -1,7 +1,5 @@
 """Checks of the PyTorch engine on one device or two, for `bench.py`: the packaged pair against float32 on the CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -7,8 +7,6 @@ trees and candidates.
 With --device cpu the library is the one on emulated kernels: few, small cases, to check this script.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

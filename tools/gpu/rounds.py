@@ -1,7 +1,5 @@
 """Decoding rounds on the PyTorch engine and their times, for `bench.py`."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Command line: `python -m tools.train_tiny STAGE --work DIR --out DIR`; a stage whose result exists is skipped."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

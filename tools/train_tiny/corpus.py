@@ -1,7 +1,5 @@
 """Seeded corpus: training conversations, held-out conversations and the 60 held-out prompts."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Right answers and tokens per round on the held-out prompts, by engines of what was trained."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every default of the recipe, in one place."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from ddtree_trt.models.delta import DeltaNet

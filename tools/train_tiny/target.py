@@ -1,7 +1,5 @@
 """Training of the target on the corpus; the weights with the least loss on the held-out part are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

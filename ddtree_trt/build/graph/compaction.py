@@ -25,33 +25,21 @@ keep[K:] − K. A last window that would end behind the cache begins earlier, wi
 already.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from onnx import ModelProto
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import AttentionName
+from ddtree_trt.artifact.manifest import AttentionName, Limits
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.build.graph import delta
 from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.ops import Shape, Sink
-from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.buffers import CacheShape, pass_rows
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.delta import DeltaNet
 
 PLANES = "P"
-
-
-@dataclass(frozen=True)
-class Advanced:
-    """What of a hybrid's states advances with a commit."""
-
-    net: DeltaNet
-    layers: int
-    rows: int  # F: most of a pass
 
 
 def window_rows(drafter: TransformerDims) -> int:
@@ -60,10 +48,12 @@ def window_rows(drafter: TransformerDims) -> int:
 
 
 def compaction_graph(
-    sink: Sink, cache: CacheShape, floats: str, window: int, attention: AttentionName, states: Advanced | None = None
+    sink: Sink, target: TransformerDims, limits: Limits, precision: PrecisionName, window: int, attention: AttentionName
 ) -> ModelProto:
-    """The graph for a target's cache of `floats`, which moves up to `window` rows (K) per execution; `sink` is given no
-    weight."""
+    """The graph for a target's cache in that precision, which moves up to `window` rows (K) per execution; `sink` is
+    given no weight."""
+    floats, value_bytes = PRECISIONS[precision].dtype, PRECISIONS[precision].value_bytes
+    cache = CacheShape.of(target, limits, value_bytes)
     if attention != "native":
         g: TensorRtGraph = PluginGraph("compaction", sink, floats)
         whole: Shape = [PLANES, cache.stored_slots, *cache.slot_shape]
@@ -83,16 +73,16 @@ def compaction_graph(
         moved = g.op("Gather", [g.input(source, floats, shape), rows], [f"{source}.moved"], axis=2)
         g.op("TensorScatter", [source, moved, start], [result], axis=2)
         g.output(result, floats, shape)
-    if states is not None:
-        _advance(g, states, window)
+    if target.delta is not None:
+        _advance(g, target.delta, len(target.delta_layers), pass_rows(limits, limits.max_batch), window)
     return g.model()
 
 
-def _advance(g: TensorRtGraph, states: Advanced, window: int) -> None:
-    net, rows = states.net, states.rows
+def _advance(g: TensorRtGraph, net: DeltaNet, layers: int, rows: int, window: int) -> None:
+    """The states of so many delta-net layers; a pass keeps up to `rows` rows for a commit."""
     taken, before = g.input(names.TAKEN, "int32", [window]), g.input(names.BEFORE, "int32", [1])
     shapes = (1, net.value_heads, net.key_dim, net.value_dim), (1, 1, net.taps - 1, net.channels)
-    for layer in range(states.layers):
+    for layer in range(layers):
         past, present = names.state_names("past", layer), names.state_names("present", layer)
         for name, result, shape in zip(past, present, shapes, strict=True):
             g.input(name, "float32", shape)

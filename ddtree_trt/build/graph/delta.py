@@ -12,8 +12,6 @@ each time twice as large: X ← X − X·(A within a pair of blocks)·X, ⌈log�
 products, but where rows are alike its terms are far larger than the sum: 10^17 in a chain of 64 equal keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +31,10 @@ class Tree:
     most: int  # T is not more
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass and what a commit needs of it; H is Hv."""
-
-    out: str  # [N, T, Hv · Dv] in the graph's `floats`
-    keys: str  # float32 [N, Hk, T, Dk]
-    changes: str  # float32 [N, Hv, T, Dv]: U
-    sums: str  # float32 [N, Hv, T, 1]: G
-    inputs: str  # float32 [N, T, C]: of the convolution
-
-
-def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, str], out: str) -> Pass:
+def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, str], out: str, kept: str) -> str:
     """The gated delta net over rows whose projections are [N, T, sum of `projected_widths`], behind `past`: the states
-    float32 [N, Hv, Dk, Dv] and the convolution's last inputs [N, taps − 1, C]."""
+    float32 [N, Hv, Dk, Dv] and the convolution's last inputs [N, taps − 1, C]. Returns `out` [N, T, Hv · Dv] in the
+    graph's `floats`, and adds `kept`, float32 [N, T, sum of `kept_widths`]: what `advance` needs of the pass."""
     d, (state, inputs) = at.net, past
 
     def op(kind: str, inputs: list[str], name: str, **attrs: Any) -> str:
@@ -114,16 +102,12 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     flat = g.reshape(normed, [0, 0, d.widths[2]], f"{out}.flat")
     gated = op("Mul", [flat, silu(z, "z.silu")], "gated")
     g.op("Identity", [gated], [out]) if g.floats == "float32" else g.cast(gated, g.floats, out)
-    return Pass(out, f"{out}.k.unit", changes, total, mixed)
-
-
-def keep(g: Graph, done: Pass, net: DeltaNet, out: str) -> None:
-    """What `advance` needs of a pass as the tensor `out`, [N, T, sum of `kept_widths`]."""
     parts = []
-    for x, width in zip((done.keys, done.changes, done.sums), kept_widths(net), strict=False):
+    for x, width in zip((f"{out}.k.unit", changes, total), kept_widths(d), strict=False):
         by_row = g.op("Transpose", [x], [f"{x}.by_row"], perm=[0, 2, 1, 3])
         parts.append(g.reshape(by_row, [0, 0, width], f"{x}.flat"))
-    g.concat([*parts, done.inputs], out, axis=-1)
+    g.concat([*parts, mixed], kept, axis=-1)
+    return out
 
 
 def _inverse(g: Graph, a: str, tree: Tree, out: str) -> str:

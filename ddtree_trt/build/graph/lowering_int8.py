@@ -10,8 +10,6 @@ stream is rotated (`rotation.py`), which costs nothing; what comes out of SwiGLU
 a few additions a value.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ beside caches of the precision's own type.
 One call takes all sequences: their rows follow each other without padding, and `slots` says which are whose.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ddtree_trt import plugins

@@ -5,8 +5,6 @@ between casts, which TensorRT fuses away. Ids, positions and row numbers are int
 the head are inputs, so that both engines read one copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -214,9 +212,8 @@ class NativeGraph(TensorRtGraph):
     def delta_net(self, projected: str, at: Delta, out: str) -> str:
         state, inputs = names.state_names("past", at.layer)
         past = self.reshape(inputs, [0, -1, at.net.channels], f"{inputs}.rows")
-        done = delta.delta_net(self, projected, at, self._trees(at.net.taps), (state, past), out)
-        delta.keep(self, done, at.net, names.kept_name(at.layer))
-        return done.out
+        trees, kept = self._trees(at.net.taps), names.kept_name(at.layer)
+        return delta.delta_net(self, projected, at, trees, (state, past), out, kept)
 
     def _trees(self, taps: int) -> delta.Tree:
         """The call's trees, from their mask and their rows' parents."""

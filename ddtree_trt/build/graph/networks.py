@@ -4,8 +4,6 @@ Each is written once, in the methods of `ops.Graph`, for every runtime. Weights 
 and written to the graph's sink one by one, so that building needs little more memory than the largest tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

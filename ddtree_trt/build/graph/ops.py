@@ -4,8 +4,6 @@ The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, a
 products; `lowering_tensorrt.py`, with our plugins or with TensorRT's own attention.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

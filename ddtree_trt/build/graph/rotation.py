@@ -9,8 +9,6 @@ The matrix is a discrete Hartley transform after a change of signs: it exists fo
 larger than sqrt(2/n), and a fast Fourier transform multiplies by it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The file of both graphs' weights, ONNX's external data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path

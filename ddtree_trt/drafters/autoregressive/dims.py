@@ -1,7 +1,5 @@
 """The autoregressive drafter: a language model with its own tables, whose dimensions are a target's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddtree_trt.drafters.kind import DrafterKind

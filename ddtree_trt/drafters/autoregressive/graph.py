@@ -1,7 +1,5 @@
 """The graph of an autoregressive drafter: the target's, without taps."""
 
-from __future__ import annotations
-
 from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names

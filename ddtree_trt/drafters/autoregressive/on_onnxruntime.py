@@ -1,7 +1,5 @@
 """The autoregressive drafter of the ONNX Runtime engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ddtree_trt.artifact.manifest import Manifest

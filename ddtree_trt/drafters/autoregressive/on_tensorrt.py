@@ -1,7 +1,5 @@
 """The autoregressive drafter of the TensorRT engine."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

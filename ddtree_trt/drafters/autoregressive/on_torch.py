@@ -1,7 +1,5 @@
 """The passes of an autoregressive drafter in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

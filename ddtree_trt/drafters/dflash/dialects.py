@@ -7,8 +7,6 @@ an object of its own; its layer ids count the embedding's output as 0, so that e
 output it means, and the number of the target's layers is not stated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial

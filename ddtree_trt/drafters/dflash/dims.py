@@ -4,8 +4,6 @@ A block of tokens is denoised in one pass. Keys and values of the context come f
 `fc` and normed; its layers are a decoder's. Its embedding and head are the target's unless it has its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated

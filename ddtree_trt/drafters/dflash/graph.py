@@ -4,8 +4,6 @@ Its steps follow each other in `build`: context rows from tapped states, the lay
 of the rows that predict. Weights of heads and convolutions are never rounded to 8 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -22,8 +22,6 @@ rows of the context do not pass through it. With x the normed input of the subla
 Sources: the Markov heads of DeepSpec and SpecForge; DFlash2 in z-lab's DFlash and in vLLM.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 

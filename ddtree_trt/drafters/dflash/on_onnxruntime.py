@@ -1,7 +1,5 @@
 """The DFlash drafter of the ONNX Runtime engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

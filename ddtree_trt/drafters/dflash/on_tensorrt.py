@@ -1,7 +1,5 @@
 """The DFlash drafter of the TensorRT engine: tapped states stay on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

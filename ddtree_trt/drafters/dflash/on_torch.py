@@ -3,8 +3,6 @@
 `heads.py` has the formulas of these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ the one that reads it, one higher. Which it is follows from the field. Where the
 target's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 

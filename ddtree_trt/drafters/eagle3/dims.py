@@ -6,8 +6,6 @@ by side; the residual stream is the state's alone. The head is the target's, or 
 vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The EAGLE-3 drafter as a graph: tokens and the states before them in, states and the most probable tokens out."""
 
-from __future__ import annotations
-
 from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names

@@ -1,7 +1,5 @@
 """The passes of an EAGLE-3 drafter in ONNX Runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The passes of an EAGLE-3 drafter in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Pretended machines that build for TensorRT; see `tensorrt_builds`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

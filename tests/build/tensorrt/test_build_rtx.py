@@ -1,7 +1,5 @@
 """`build --backend tensorrt-rtx` through the command line: plans that the real builder wrote, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The TensorRT build, end to end: native attention through the real builder of TensorRT for RTX, our plugin through a
 recording fake of the builder over the real bindings; a fake of the GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The graph that compacts an engine's cache, of either lowering, in ONNX Runtime against what the kernel computes; and
 the windows in which the run time gives it a path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,7 @@ class Compaction:
     """The graph, bound to one slot of a cache [planes, slots, Hkv, S, D] at a time as the run time does."""
 
     def __init__(self, folder: Any, attention: AttentionName) -> None:
-        graph = compaction_graph(NO_WEIGHTS, SHAPE, "float32", WINDOW, attention)
+        graph = compaction_graph(NO_WEIGHTS, TARGET, LIMITS, "fp32", WINDOW, attention)
         onnx.checker.check_model(graph, full_check=True)
         self.native, self.session = attention == "native", Session(folder / "move.onnx", graph).session
         shape = (SHAPE.planes, SHAPE.stored_slots, *SHAPE.slot_shape)

@@ -1,7 +1,5 @@
 """The TensorRT graph of a quantised checkpoint, in ONNX Runtime, against transformers with the same rounding."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Networks of the real structure through TensorRT's real parser and builder, those of TensorRT for RTX: no GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

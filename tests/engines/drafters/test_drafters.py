@@ -1,7 +1,5 @@
 """The drafter's one verb, `draft`: a batch of requests, none of them drafted for unless all can be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

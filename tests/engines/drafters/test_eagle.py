@@ -1,7 +1,5 @@
 """The EAGLE-3 drafter: which nodes it expands, the rows of its cache, and every number against PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,11 +235,12 @@ TOP_K, LEVELS, LAYERS = 5, 4, 8
 Build = Callable[..., Measured]
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "normed-residual": {"norm_before_residual": True},
-    "normed-output": {"norm_output": True, "tap_layers": (0, 7)},
-    "own-width": {"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
-    "qwen2-whole-vocabulary": {"family": QWEN2, "draft_vocab_size": None, "tap_layers": (0, 2, 3, 5, 6)},
-    "head-of-the-target": {"own_head": False, "draft_vocab_size": None},
+    "own-width": {
+        **{"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
+        "norm_before_residual": True,
+    },
+    "normed-output": {"norm_output": True, "tap_layers": (0, 7), "draft_vocab_size": None},
+    "head-of-the-target": {"own_head": False, "draft_vocab_size": None, "family": QWEN2, "tap_layers": (0, 2, 3, 5, 6)},
 }
 
 

@@ -5,8 +5,6 @@ pinned memory too early, or reads a result too soon, is caught. Fresh memory is 
 against the allocations there are, and logged.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable

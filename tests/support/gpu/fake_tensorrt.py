@@ -6,8 +6,6 @@ real class: an attribute it does not have raises AttributeError, a call its sign
 that nothing but the shipping API can be used. The parser reads the ONNX file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

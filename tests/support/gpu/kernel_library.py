@@ -1,7 +1,5 @@
 """The kernels behind the C interface of `cpp_plugins/emulator/c_api.cpp`, by ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

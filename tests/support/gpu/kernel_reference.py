@@ -4,8 +4,6 @@ Letters as in `ddtree_trt.plugins`. Control values in device memory are clamped 
 them, so that garbage has a defined result too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

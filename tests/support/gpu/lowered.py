@@ -4,8 +4,6 @@ A plugin's node gets a body of ONNX operators. The body says what the kernels do
 ONNX Runtime to run; nothing of it is packaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

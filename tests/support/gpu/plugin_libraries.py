@@ -6,8 +6,6 @@ Environment: DDTREE_TRT_INCLUDE_DIR names the TensorRT headers (default build/te
 interpreter with the lean runtime (default this one), DDTREE_TEST_TORCH=1 builds the torch operators too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import importlib.util

@@ -3,8 +3,6 @@
 The parser ends the process at a plugin that its product does not have: each is replaced by a stand-in.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The real Python bindings on a machine without a GPU: those of TensorRT for RTX, whose interface is TensorRT's."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

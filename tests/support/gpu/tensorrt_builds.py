@@ -1,8 +1,6 @@
 """Builds for TensorRT on a pretended machine: a fake of the GPU, and as TensorRT the real builder of TensorRT for RTX,
 which needs none, or a recording fake where plugin layers are wanted."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversations about a given passage: questions, rewriting, lists, letters, comparisons, follow-up questions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

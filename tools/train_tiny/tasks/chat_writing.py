@@ -1,7 +1,5 @@
 """Chat families that rewrite: invitations, stories in the past tense, lists, and how many."""
 
-from __future__ import annotations
-
 from . import words
 from .chat_tasks import Answer, about, facts, series
 from .writer import Family, Writer

@@ -3,8 +3,6 @@
 The training text is only the function, so that an answer can be executed against the reference.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

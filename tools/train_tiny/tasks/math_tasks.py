@@ -1,7 +1,5 @@
 """Word problems solved one step a line. Every step is one small sum or a product of the times tables."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

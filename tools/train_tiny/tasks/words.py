@@ -1,7 +1,5 @@
 """Word lists of the corpus and its made-up names, each with the rule that keeps some of them for evaluation only."""
 
-from __future__ import annotations
-
 import random
 from hashlib import blake2b
 

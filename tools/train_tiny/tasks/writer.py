@@ -1,7 +1,5 @@
 """The state in which a task family writes one conversation, and the record it returns."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

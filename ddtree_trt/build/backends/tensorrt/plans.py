@@ -18,11 +18,10 @@ from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_draf
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.build.backends.base import Inputs
-from ddtree_trt.build.graph.compaction import PLANES, Advanced, compaction_graph, window_rows
+from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
 from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, KEY_LENGTHS, NativeGraph, PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.device.buffers import CacheShape, pass_rows
 from ddtree_trt.device.libraries import load_plugins, make_log
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.errors import BuildError
@@ -281,8 +280,7 @@ def write_engine(
 
 
 def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
-    target, drafter, limits, precision = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision]
-    floats, cache = precision.dtype, CacheShape.of(target.dims, limits, precision.value_bytes)
+    target, drafter, limits, floats = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision].dtype
     lowering = NativeGraph if attention == "native" else PluginGraph
     taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
@@ -297,12 +295,11 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
         return graph
 
     def compaction(sink: Sink) -> ModelProto:
-        rows, net = pass_rows(limits, limits.max_batch), target.dims.delta
-        states = Advanced(net, len(target.dims.delta_layers), rows) if net else None
-        return compaction_graph(sink, cache, floats, window_rows(drafter.dims), attention, states)
+        window = window_rows(drafter.dims)
+        return compaction_graph(sink, target.dims, limits, inputs.precision, window, attention)
 
     sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
-    moved = {} if attention == "native" else {PLANES: (1, 1, cache.planes)}
+    moved = {} if attention == "native" else {PLANES: (1, 1, 2 * len(target.dims.attention_layers))}
     return [
         Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
         Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),

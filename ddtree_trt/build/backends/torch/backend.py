@@ -3,8 +3,6 @@
 Nothing is compiled and PyTorch is not needed: the file is written tensor by tensor, straight from the checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 from pathlib import Path
