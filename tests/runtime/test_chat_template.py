@@ -52,6 +52,7 @@ def test_it_renders_what_transformers_does(renderer: Renderer) -> None:
         "{%- for m in messages -%}\n  {{ m | tojson }}\n{%- endfor %}{% if add_generation_prompt %}<bot>{% endif %}",
         "{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m['content'] }}{% endfor %}{{ style }}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "\n  {{ messages[0].content }} \n\n",
     ]
     for template in templates:
         expected = TOKENIZER.apply_chat_template(
