@@ -1,7 +1,5 @@
 """Engines run by a real TensorRT on a real GPU: `make test-trt`. Skipped, with the reason, everywhere else."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines of two ranks in one pair of processes: starting a process takes longer than most checks of an engine."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 On the pretended machines of `fake_cuda` and `fake_trt_engine`.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -3,8 +3,6 @@
 See `fake_cuda` and `fake_trt_engine`. Nothing here says anything of TensorRT's own numbers or of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

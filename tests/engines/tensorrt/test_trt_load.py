@@ -1,8 +1,6 @@
 """Opening an engine of TensorRT or TensorRT for RTX: whatever differs is refused before a plan is read, with what
 differs and what to do; and the kernels that TensorRT for RTX keeps."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator

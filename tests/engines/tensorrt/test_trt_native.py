@@ -1,7 +1,5 @@
 """What native attention asks of the TensorRT engine: neighbouring slots, in-place caches, commits by a plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 A plan is code for one version of the library and for some kinds of GPU: of TensorRT for the one it was built on, of
 TensorRT for RTX for those it was built for."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 from collections.abc import Mapping

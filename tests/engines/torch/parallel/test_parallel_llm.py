@@ -1,7 +1,5 @@
 """An `LLM` over two processes: the tokens of one, whatever the method; and what a rank that fails leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

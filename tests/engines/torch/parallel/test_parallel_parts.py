@@ -1,7 +1,5 @@
 """What each rank holds and exchanges, without other processes; and what cannot be split."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
