@@ -20,7 +20,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, Layout, StateShapes, buckets, pass_rows
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, StateShapes, buckets, pass_rows
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
@@ -112,14 +112,6 @@ class TrtEngine(SlotCalls):
         except BaseException:
             loaded.close()
             raise
-
-    @property
-    def layout(self) -> Layout:
-        return self._loaded.layout
-
-    @property
-    def waits(self) -> int:
-        return self.device.waits
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """A chain under a causal mask. Not captured: a chunk's work takes longer than its

@@ -67,10 +67,6 @@ class TrtNetwork:
         self._plain: Any = None  # the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
 
-    @property
-    def graphs(self) -> int:
-        return len(self._captured)
-
     def run(
         self,
         slots: Sequence[int],
