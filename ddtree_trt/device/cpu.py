@@ -1,7 +1,5 @@
 """The processor this process runs on."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

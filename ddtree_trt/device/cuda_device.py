@@ -4,8 +4,6 @@ Every call that CUDA refuses becomes an EngineError, as `cuda_calls` says; work 
 next call.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The NVIDIA GPUs of this machine, found without the libraries of CUDA."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 """The libraries of NVIDIA as `build` and `runtime` use them: imports with our refusals, CUDA's calls, and of TensorRT
 and TensorRT for RTX the log, our plugins in the registry and an engine's tensors."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util

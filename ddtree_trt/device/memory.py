@@ -3,8 +3,6 @@
 `inspect` and `build --dry-run` print it. Letters as in `artifact`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a machine has of what engines for GPUs need, as `build --backend auto` and `doctor` look at it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Method draft-model on real engines: an autoregressive drafter, built from random checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

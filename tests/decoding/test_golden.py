@@ -3,8 +3,6 @@
 `workbench/golden.py` writes the file and says how its rounds are counted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The table of methods, and which requests decode in rounds on the device: a list of fields it honours, and everything
 else at its default."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Noise that belongs to a token: the native rule against one written plainly, draws by it against the argmax they stand
 for, and what a difference by rounding does to them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

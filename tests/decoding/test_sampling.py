@@ -1,7 +1,5 @@
 """The sampler against its documentation, and the acceptance rule of drawn drafts against its proof."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

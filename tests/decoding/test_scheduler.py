@@ -1,8 +1,6 @@
 """Continuous batching: what a sequence says never depends on who else is there, on what its slot held before, nor on
 whose round failed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise

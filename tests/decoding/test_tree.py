@@ -1,7 +1,5 @@
 """The contract of runtime.tree. That the heap builds the right tree is tested in test_native_tree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

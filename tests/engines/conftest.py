@@ -1,7 +1,5 @@
 """Two ranks for the engines that want them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

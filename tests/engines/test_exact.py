@@ -1,7 +1,5 @@
 """Engines whose rows do not depend on how many others are in a pass: single tokens beside chains, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mixture of experts as ONNX Runtime computes it within a network, against NumPy in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

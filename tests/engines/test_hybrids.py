@@ -1,7 +1,5 @@
 """Hybrids on engines, against transformers and themselves: rounds, states, snapshots and texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

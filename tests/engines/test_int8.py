@@ -1,8 +1,6 @@
 """Engines with products of 8-bit integers, which `test_cpu_products` is about: against transformers rounded alike, and
 what must not depend on the rounding."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

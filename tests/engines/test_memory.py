@@ -1,7 +1,5 @@
 """Memory plans: arithmetic on dimensions, held against what engines really take, and what `--dry-run` makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

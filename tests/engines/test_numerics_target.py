@@ -1,7 +1,5 @@
 """The target engine against transformers in float32: prefill, branching trees, compaction, reuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache, partial

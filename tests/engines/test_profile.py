@@ -1,7 +1,5 @@
 """`profile.json`: what is stored for all users, what is refused, and that no trouble with it ends anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

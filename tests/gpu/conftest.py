@@ -1,7 +1,5 @@
 """Engines of a real TensorRT on a real GPU: `make test-trt`. Skipped, with the reason, everywhere else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines compiled by a real TensorRT on a real GPU: `make test-trt`. Skipped, with the reason, everywhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines run by a real TensorRT on a real GPU: `make test-trt`. Skipped, with the reason, everywhere else."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,9 +90,9 @@ def test_plans_load_again_and_two_waits_make_a_round(built: Path) -> None:
             texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)])
             engine = llm.engine
             assert isinstance(engine, TrtEngine)
-            before = engine.waits
+            before = engine.device.waits
             (output,) = llm.generate(["fizz buzz, said the fox"], params)
-            assert engine.waits - before <= 2 * output.metrics.rounds + 3  # and the prompt's
+            assert engine.device.waits - before <= 2 * output.metrics.rounds + 3  # and the prompt's
     assert texts[0] == texts[1]
 
 

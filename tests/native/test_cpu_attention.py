@@ -4,8 +4,6 @@ of the positions it sees, so that trees, chains, single tokens, batches and thre
 `DDTREE_CPU_ISA` chooses the instruction set when the library is loaded; the last test runs this file with the others.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

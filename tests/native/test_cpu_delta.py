@@ -4,8 +4,6 @@ trees, chains, single tokens, batches and threads give the same bits.
 `DDTREE_CPU_ISA` chooses the instruction set when the library is loaded; `test_cpu_attention` runs this with the others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

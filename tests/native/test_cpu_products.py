@@ -3,8 +3,6 @@
 `test_cpu_attention` runs this with other instruction sets, each in a process: it imports no more than it needs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

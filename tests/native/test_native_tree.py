@@ -1,8 +1,6 @@
 """The native trees against brute force over every prefix and against Algorithm 1 written plainly; masks and walks
 against the reference."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

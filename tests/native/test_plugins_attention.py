@@ -4,8 +4,6 @@ The emulation follows the fragment layouts of the PTX manual, lands asynchronous
 threads between barriers. Machine code, memory ordering and speed are for cpp_plugins/tests/run_gpu.sh.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Gated delta nets over trees and their commits: the CUDA source, run on the CPU, against the recurrence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A draft's candidates: the CUDA source, run on the CPU, against the NumPy reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ TensorRT's registry is that of the lean runtime, in a process of its own: its ob
 end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tree build, mask, walk and compaction: the CUDA source, run on the CPU, against the host part and the reference."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

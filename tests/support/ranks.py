@@ -1,7 +1,5 @@
 """Engines of two ranks in one pair of processes: starting a process takes longer than most checks of an engine."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
     HERE,
@@ -24,7 +23,7 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
 
 
 def config_of(rank: int, store: str, directory: Path, manifest: Manifest) -> RankConfig:
-    return RankConfig(rank, 2, store, "cpu", 1, directory, manifest)
+    return RankConfig(rank, 2, store, torch.device("cpu"), 1, directory, manifest)
 
 
 class LastingGroup(Group):
@@ -49,13 +48,14 @@ class LastingWorker(Workers):
     def lost(self) -> bool:
         return self.process.exitcode is not None
 
-    def find_failure(self, patience_s: float = 0.0) -> str | None:
+    def find_failure(self) -> str | None:
         return None
 
-    def join(self) -> None:
-        pass
+    def close(self) -> None:
+        self.send(TorchEngine.close, ())
 
-    kill = join
+    def kill(self) -> None:
+        pass
 
 
 class TwoRanks:

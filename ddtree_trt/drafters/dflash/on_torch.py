@@ -56,10 +56,6 @@ class BlockDrafter(BlockOnDevice):
         longest = self._shapes(slots, CANDIDATES[-1], dims.draft_length)
         self._result = Download(sum(map(math.prod, longest)), device)
 
-    @property
-    def waits(self) -> int:
-        return self._result.waits
-
     def context_length(self, slot: int) -> int:
         return self.cache.lengths[slot] + self.counts[slot]
 

@@ -9,8 +9,6 @@ each have a separate seed. No number is used twice: a position is emitted once, 
 the start of its round, since a later round may draft for a position again.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -7,8 +7,6 @@ sampling from the target and testing membership in the tree preserves the distri
 is a draw from the target.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

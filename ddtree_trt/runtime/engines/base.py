@@ -5,8 +5,6 @@ committed tokens, and the tapped target states the drafter has not processed yet
 is shared between slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, overload

@@ -3,8 +3,6 @@
 `Engine.commit` passes the committed tokens to the drafter, which may delay their pass until its next draft.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
@@ -40,11 +38,6 @@ class LanguageModel(Cached, Protocol):
 
 class Drafter(ABC):
     """The drafter of an engine, for all its slots; its kind's package has it."""
-
-    @property
-    def waits(self) -> int:
-        """How often the host has waited for a device in `draft`, where the drafter counts that."""
-        return 0
 
     @abstractmethod
     def context_length(self, slot: int) -> int:
@@ -93,14 +86,6 @@ def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
         raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
 
 
-def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftRequest]) -> list[Draft]:
-    """The common part of `Engine.draft`. Raises EngineError, before anything is drafted, where the drafter does not
-    know every committed token of all the slots."""
-    for request in requests:
-        check_up_to_date(drafter, target, request.slot)
-    return drafter.draft(requests) if requests else []
-
-
 class SlotCalls:
     """The calls of an engine that its target's cache and its drafter answer."""
 
@@ -122,6 +107,13 @@ class SlotCalls:
     def truncate(self, slot: int, length: int) -> None:
         self.target.cache.truncate(slot, length)
         self.drafter.truncate(slot, self.length(slot))
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Raises EngineError, before anything is drafted, where the drafter does not know every committed token of all
+        the slots."""
+        for request in requests:
+            check_up_to_date(self.drafter, self.target.cache, request.slot)
+        return self.drafter.draft(requests) if requests else []
 
     def release(self) -> None:
         """Forget both, and with them their memory."""

@@ -1,7 +1,5 @@
 """Opening an engine directory: manifest, digests, backend."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """What the passes of engines share: counts of committed rows, trees of several slots as one pass of a fixed size,
 logits that stay on a device, and the first passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -132,8 +130,6 @@ class LazyRows:
         return self._fetch(index, index + 1, _ALL)[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if copy is False:
-            raise ValueError("rows on a device cannot be read without a copy")
         rows = self._fetch(0, self._rows, _ALL) if self._rows else np.empty((0, self._width), np.float32)
         return rows.astype(dtype or np.float32, copy=False)
 

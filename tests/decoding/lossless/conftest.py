@@ -1,7 +1,5 @@
 """Pairs of every kind of drafter as engines, for real rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

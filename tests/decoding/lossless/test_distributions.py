@@ -5,8 +5,6 @@ generator, also on engines of every kind of drafter, pass χ²; long paths do no
 find a sampler that is wrong. `pytest -m slow tests/decoding/lossless/test_distributions.py` does many draws.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ statement of the sampler; above it noise belongs to a token, whatever was drafte
 distribution `test_distributions.py` proves. Methods that draw their drafts are in this matrix at temperature 0 only.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import count
 from typing import Any

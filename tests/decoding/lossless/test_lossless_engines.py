@@ -6,8 +6,6 @@ the border of a filter. `pytest -m slow tests/decoding/lossless/test_lossless_en
 differ is printed with -s.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

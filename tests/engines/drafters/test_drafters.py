@@ -1,6 +1,7 @@
 """The drafter's one verb, `draft`: a batch of requests, none of them drafted for unless all can be."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import TAIL, check_up_to_date, draft_all, split
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.drafters import TAIL, Drafter, SlotCalls, check_up_to_date, split
 from ddtree_trt.runtime.engines.passes import SlotLengths
 
 VOCAB, CHUNK = 11, 3
@@ -29,6 +30,12 @@ def lengths(*committed: int) -> SlotLengths:
     for slot, tokens in enumerate(committed):
         target.append(slot, tokens)
     return target
+
+
+def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftRequest]) -> list[Draft]:
+    engine = SlotCalls()
+    engine.drafter, engine.target = drafter, SimpleNamespace(cache=target)
+    return engine.draft(requests)
 
 
 def test_nothing_is_drafted_unless_every_slot_can_be() -> None:

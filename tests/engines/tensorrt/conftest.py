@@ -1,7 +1,5 @@
 """An engine on a pretended machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 On the pretended machines of `fake_cuda` and `fake_trt_engine`.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,9 +76,9 @@ def test_a_call_for_several_slots_waits_once(engine: TrtEngine) -> None:
     trees = [VerifyRequest(slot, random_tree(rng, 3 + slot, 2048)) for slot in slots]
     for call in (lambda: engine.draft(drafts), lambda: engine.verify(trees)):
         call()  # captured
-        before = engine.waits
+        before = engine.device.waits
         call()
-        assert engine.waits == before + 1
+        assert engine.device.waits == before + 1
 
 
 def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
@@ -94,15 +92,17 @@ def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
         def captured() -> int:
             return sum(entry == ("capture",) for entry in machine.cuda.log)
 
-        assert captured() == sum(network.graphs for network in engine.networks) == len(machine.cuda.graphs)
+        assert captured() == sum(len(network._captured) for network in engine.networks) == len(machine.cuda.graphs)
         before = captured()
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # now with the prompts in the cache
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)
         assert captured() == len(machine.cuda.graphs) <= before + (6 if machine.form.native else LIMITS.max_batch)
         # One context per profile that is not captured, and one per graph.
         for network in engine.networks:
-            assert network.engine.contexts <= 2 + network.graphs
-        assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [("malloc", engine.layout.total_bytes)]
+            assert network.engine.contexts <= 2 + len(network._captured)
+        assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [
+            ("malloc", engine._loaded.layout.total_bytes)
+        ]
 
 
 @pytest.mark.parametrize("options", [{"method": "ar"}, {"method": "ddtree", "tree_budget": 16}, {"method": "dflash"}])
@@ -113,9 +113,9 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
         engine = llm.engine
         assert isinstance(engine, TrtEngine)
         captured = [entry for entry in machine.cuda.log if entry == ("capture",)]
-        assert len(captured) == sum(network.graphs for network in engine.networks)
+        assert len(captured) == sum(len(network._captured) for network in engine.networks)
         own = LIMITS.max_batch if machine.form.native else 1  # slots with graphs of their own
-        assert engine.target.network.graphs == own * len(buckets(1 + LIMITS.max_tree_budget))
+        assert len(engine.target.network._captured) == own * len(buckets(1 + LIMITS.max_tree_budget))
         assert not any(engine.length(slot) or engine.draftable(slot, 99) for slot in range(LIMITS.max_batch))
         start = len(machine.cuda.log)
         generate(llm, PROMPTS[1:2], **options)
@@ -139,7 +139,7 @@ def test_the_graph_unused_longest_makes_room(
     assert captures(first) and captures(second) and not captures(first)
     assert captures(third), "in place of the second"
     assert not captures(first) and captures(second) and not captures(first)
-    assert engine.target.network.graphs == len(machine.cuda.graphs) == 2
+    assert len(engine.target.network._captured) == len(machine.cuda.graphs) == 2
 
 
 def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:

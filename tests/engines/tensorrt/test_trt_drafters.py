@@ -1,7 +1,5 @@
 """Autoregressive drafters on the TensorRT engine over fake device memory, beside the ONNX Runtime engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 See `fake_cuda` and `fake_trt_engine`. Nothing here says anything of TensorRT's own numbers or of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,7 +86,7 @@ def test_logits_keep_what_float32_sums(form: Form, tied: bool, tmp_path: Path) -
     different tokens, a half's step apart or less, stay apart."""
     pair = make_pair(tmp_path / "pair", tied=tied, head_dim=64, num_heads=2, num_kv_heads=1)
     engine = build_trt_engine(*pair, tmp_path / "e", form=form, precision="fp16", max_batch=1)
-    head = engine._loaded.addresses[buffers.HEAD], engine.layout.sizes[buffers.HEAD]
+    head = engine._loaded.addresses[buffers.HEAD], engine._loaded.layout.sizes[buffers.HEAD]
     table = engine.device.api.device.view(*head).view(np.float32).reshape(engine.manifest.target_dims.table)
     # Two tokens whose rows differ by the last bit of one value, and large logits, where halves have steps of 2⁻⁶.
     table *= 64

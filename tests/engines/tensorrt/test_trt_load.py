@@ -1,8 +1,6 @@
 """Opening an engine of TensorRT or TensorRT for RTX: whatever differs is refused before a plan is read, with what
 differs and what to do; and the kernels that TensorRT for RTX keeps."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -239,7 +237,7 @@ def test_the_head_is_on_the_device_once_more_in_float32(machine: Machine, monkey
     monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.opening._PIECE_BYTES", 256)
     engine = open_engine(machine.directory)
     assert isinstance(engine, TrtEngine)
-    sizes, at = engine.layout.sizes, engine._loaded.addresses
+    sizes, at = engine._loaded.layout.sizes, engine._loaded.addresses
     dims = engine.manifest.target_dims
     assert sizes[buffers.HEAD] == 4 * dims.vocab_size * dims.hidden_size
     stored = load_file(machine.directory / artifact.SHARED_WEIGHTS)

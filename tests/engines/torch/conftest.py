@@ -1,7 +1,5 @@
 """The packaged pair for PyTorch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +47,7 @@ def open_on_kernels(operators: None, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
     def open_directory(directory: Path) -> TorchEngine:
         with monkeypatch.context() as patch:
-            patch.setattr(f"{TorchEngine.__module__}.attention_for", lambda *given: Attention(given[-1]))
+            patch.setattr(f"{TorchEngine.__module__}.attention_for", lambda *given: Attention(given[-1]()))
             engine = open_engine(directory)
         assert isinstance(engine, TorchEngine) and engine.target.kernels
         return engine

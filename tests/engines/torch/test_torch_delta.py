@@ -1,7 +1,5 @@
 """Gated delta nets of the PyTorch engine as functions, against the recurrence node by node in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A block drafter keeps a range that fp16 does not have: in an engine of fp16 it is in bf16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Engines whose weights are in FP8, on the packaged pair, emulated on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs of the PyTorch engine against a stand-in for CUDA: what is captured when, and what a failure leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

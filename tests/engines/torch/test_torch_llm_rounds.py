@@ -1,8 +1,6 @@
 """Device rounds as users have them, `LLM(device_rounds=…)`, on a CPU, where a round is the same without a graph: their
 output, which requests have them, and what they draw."""
 
-from __future__ import annotations
-
 import gc
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """What the PyTorch engine needs of the machine and of its files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from ddtree_trt.errors import ArtifactError, MissingDependency
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import Scratch
+from ddtree_trt.runtime.engines.torch.attention import scratch_memory
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.options import EngineOptions
 
@@ -40,7 +38,7 @@ def test_kernels_missing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch_attention, "find", missing)
     monkeypatch.setattr(torch.ops, "ddtree", object())
-    cuda, scratch = torch.device("cuda"), Scratch(0, torch.device("cpu"))
+    cuda, scratch = torch.device("cuda"), scratch_memory(0, torch.device("cpu"))
     with pytest.raises(MissingDependency, match="libddtree_torch"):
         torch_attention.attention_for(cuda, torch.bfloat16, 128, scratch)
     assert not torch_attention.attention_for(cuda, torch.float32, 128, scratch).kernels

@@ -1,7 +1,5 @@
 """Passes of the PyTorch engine: several slots at once, padding, graphs, and what is left of an earlier pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

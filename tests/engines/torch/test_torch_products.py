@@ -1,7 +1,5 @@
 """Products whose rows have the same bits whatever their number, by the kernel's own source, interpreted."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Small vocabularies whose constraints a test can write down, and what they allow, found by trying every text."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Methods, drafters and constraints that the lossless suites go through, over scripted engines."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

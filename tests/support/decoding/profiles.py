@@ -1,7 +1,5 @@
 """Latency profiles made by a formula."""
 
-from __future__ import annotations
-
 from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets

@@ -4,8 +4,6 @@ The target is a table or a list of tokens to say, the drafter anything from the 
 enemy. The engine checks what the loop asks of it, spoils what it lent out at its next pass, and logs every call.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Targets and drafters of the scripted engine: distributions that a test can write down."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

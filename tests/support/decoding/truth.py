@@ -1,7 +1,5 @@
 """What the sampler promises, written plainly: a token's exact distribution, and tests of draws against it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar

@@ -1,7 +1,5 @@
 """The ONNX Runtime engine: the target and its drafter on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,8 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
-from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.base import LogitRows, Verdict, VerifyRequest, why_inexact
+from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, make_drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
@@ -70,9 +68,6 @@ class OrtEngine(SlotCalls):
             taps_kept = None if last.taps is None else last.taps[kept].copy()
             self.drafter.append_context(slot, last.token_ids[kept], taps_kept)
         self.target.cache.compact(slot, path, prompt_ends=last.prompt_ends)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return draft_all(self.drafter, self.target.cache, requests)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Does nothing: sessions are initialised when they are made."""

@@ -1,8 +1,6 @@
 """One network in ONNX Runtime: a session whose passes take the rows of several slots, and the cache of all slots, which
 the graph's attention writes in place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

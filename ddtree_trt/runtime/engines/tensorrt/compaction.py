@@ -1,8 +1,6 @@
 """Commits of a TensorRT engine: compaction of a verified tree's accepted rows, in the target's cache and in the pass's
 tapped states, and the states of a hybrid's delta nets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise

@@ -20,12 +20,12 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, Layout, StateShapes, buckets, pass_rows
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, StateShapes, buckets, pass_rows
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
-from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.base import LogitRows, Verdict, VerifyRequest, why_inexact
+from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, make_drafter
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates, kept_addresses
 from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
@@ -113,14 +113,6 @@ class TrtEngine(SlotCalls):
             loaded.close()
             raise
 
-    @property
-    def layout(self) -> Layout:
-        return self._loaded.layout
-
-    @property
-    def waits(self) -> int:
-        return self.device.waits
-
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """A chain under a causal mask. Not captured: a chunk's work takes longer than its
         launches, and every prompt ends in a chunk of another length."""
@@ -171,9 +163,6 @@ class TrtEngine(SlotCalls):
             self.drafter.append_context(slot, last.token_ids[path], last.states)
         self.target.cache.append(slot, size)
         del self._last_passes[slot]
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return draft_all(self.drafter, self.target.cache, requests)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Run a prompt's chunk and capture every graph of one sequence's rounds: with native attention each slot has

@@ -6,8 +6,6 @@ best practice is to use one execution context per captured graph, and to share m
 guide, on CUDA graphs; likewise github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs is bounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -68,10 +66,6 @@ class TrtNetwork:
         self._growing = engine.get_tensor_shape(self._planes[0][0])[0] == -1
         self._plain: Any = None  # the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
-
-    @property
-    def graphs(self) -> int:
-        return len(self._captured)
 
     def run(
         self,

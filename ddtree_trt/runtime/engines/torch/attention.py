@@ -7,9 +7,9 @@ serves precisions, head sizes and windows that have no kernel.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -118,30 +118,22 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
+def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Callable[[], Tensor]) -> Attention:
     """The fastest attention for this device, type and head size.
 
     Raises MissingDependency where kernels exist for these and are not built.
     """
     if has_kernels(device, dtype) and head_dim in HEAD_DIMS:
         load_operators()
-        return Attention(scratch)
+        return Attention(scratch())
     return Attention()
 
 
-class Scratch:
-    """The kernels' scratch memory of a whole engine: passes follow each other on one stream, so one buffer serves every
-    layer of every pass of both networks. It is allocated at its first use and keeps its address."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        """`size` bytes, enough for the largest pass: `memory.attention_workspace_bytes`."""
-        self.size = size
-        self._device = device
-
-    @cached_property
-    def memory(self) -> Tensor:
-        """uint8 [size], one byte at least."""
-        return torch.empty(max(self.size, 1), dtype=torch.uint8, device=self._device)
+def scratch_memory(size: int, device: torch.device) -> Callable[[], Tensor]:
+    """The kernels' scratch memory of a whole engine, uint8 [size], which is allocated when it is first asked for, and
+    is always the same: passes follow each other on one stream, so it serves every layer of every pass of both networks.
+    `size` is enough for the largest pass: `memory.attention_workspace_bytes`."""
+    return cache(lambda: torch.empty(max(size, 1), dtype=torch.uint8, device=device))
 
 
 def load_operators() -> None:
@@ -158,10 +150,10 @@ class Attention:
     that a window reaches; without one, on a CPU over the rows in use; on a GPU, where reading their number would need a
     wait, over the whole slot."""
 
-    def __init__(self, scratch: Scratch | None = None) -> None:
+    def __init__(self, scratch: Tensor | None = None) -> None:
         """With `scratch` passes run on our kernels: `torch.ops.ddtree` must be loaded."""
         self.kernels = scratch is not None
-        self._scratch = None if scratch is None else scratch.memory
+        self._scratch = scratch
 
     def __call__(
         self,

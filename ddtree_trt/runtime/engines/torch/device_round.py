@@ -23,14 +23,6 @@ from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.tree import build_tree
 
 
-def round_ops(device: torch.device, kernels: bool) -> HostOps:
-    """The kernels on a GPU, or on a CPU where they are emulated (`kernels`); else the host's operators. Raises
-    MissingDependency as `load_operators` does."""
-    if device.type == "cuda":
-        load_operators()  # attention without kernels has not loaded them
-    return KernelOps() if device.type == "cuda" or kernels else HostOps()
-
-
 class HostOps:
     """The operators of `cpp_plugins/torch/ops.cpp` that a round needs, with their arguments: the host's C++ functions,
     for tensors of a CPU."""
@@ -92,22 +84,6 @@ class HostOps:
         next_past.copy_(past + lengths)
 
 
-class KernelOps(HostOps):
-    """`torch.ops.ddtree`."""
-
-    def build_tree(self, *tensors: Tensor | None) -> None:
-        torch.ops.ddtree.build_tree(*tensors)
-
-    def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
-        torch.ops.ddtree.packed_mask(parents, mask)
-
-    def choose(self, *tensors: Tensor) -> None:
-        torch.ops.ddtree.choose(*tensors)
-
-    def walk(self, *tensors: Tensor) -> None:
-        torch.ops.ddtree.walk(*tensors)
-
-
 class BlockOnDevice(Drafter):
     """A drafter of blocks that takes part in such rounds. Tapped states wait for its next pass in a buffer."""
 
@@ -160,8 +136,11 @@ class RoundPasses:
 
     def __init__(self, target: TargetPass, drafter: BlockOnDevice, shapes: RoundShapes) -> None:
         self._target, self._drafter, self._shapes = target, drafter, shapes
-        self._ops = round_ops(target.device, target.kernels)
         device, slots = target.device, target.cache.slots
+        if device.type == "cuda":
+            load_operators()  # attention without kernels has not loaded them
+        # The kernels on a GPU, or on a CPU where they are emulated.
+        self._ops: Any = torch.ops.ddtree if device.type == "cuda" or target.kernels else HostOps()
         self.columns = Columns(slots, device)
         # Past, context, waiting states and bonus token of each slot, [4, slots]: as in `Columns`.
         self._states = torch.zeros(BONUS + 1 - PAST, slots, dtype=torch.int32, device=device)

@@ -25,9 +25,9 @@ from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
-from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, draft_all, make_drafter
+from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, make_drafter
 from ddtree_trt.runtime.engines.passes import make_single_passes
-from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
+from ddtree_trt.runtime.engines.torch.attention import DeviceCache, attention_for, scratch_memory
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.model import DrafterParts, Weights
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
@@ -68,7 +68,7 @@ class TorchEngine(SlotCalls):
         self.threads = 1 if device.type == "cuda" else torch.get_num_threads()
         self.limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         dtype = DTYPES[manifest.precision]
-        scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
+        scratch = scratch_memory(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
         attention = attention_for(device, dtype, dims.head_dim, scratch)
         kernels = device.type == "cuda" and attention.kernels
         self.inexact, products, own = why_inexact(manifest, kernels=kernels, ranks=shard.size), PYTORCH, PYTORCH
@@ -121,11 +121,6 @@ class TorchEngine(SlotCalls):
     def buckets(self) -> Sequence[int]:
         return self.target.buckets
 
-    @property
-    def waits(self) -> int:
-        """How often the host has waited for the device in `draft` and `verify`."""
-        return self.target.waits + self.drafter.waits
-
     def truncate(self, slot: int, length: int) -> None:
         self._leave_rounds([slot])
         super().truncate(slot, length)
@@ -141,7 +136,7 @@ class TorchEngine(SlotCalls):
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self._leave_rounds(r.slot for r in requests)
-        return draft_all(self.drafter, self.target.cache, requests)
+        return super().draft(requests)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         self._leave_rounds(r.slot for r in requests)

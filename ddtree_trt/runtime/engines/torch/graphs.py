@@ -3,8 +3,6 @@
 On a CPU the same objects are plain memory and plain calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -50,17 +48,15 @@ class Upload:
 
 
 class Download:
-    """Results of one stage: int32 values that are downloaded in one copy. `waits` counts the waits of the host."""
+    """Results of one stage: int32 values that are downloaded in one copy, for which the host waits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size`: most values of one copy; the stage writes them to `on_device`."""
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.waits = 0
 
     def fetch(self, size: int) -> NDArray[np.int32]:
         """A copy of the first `size` values, made after all earlier work on the stream."""
-        self.waits += 1
         self._host[:size].copy_(self.on_device[:size], non_blocking=True)
         if self.on_device.is_cuda:
             torch.cuda.current_stream(self.on_device.device).synchronize()

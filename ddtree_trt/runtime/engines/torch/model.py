@@ -5,8 +5,6 @@ a CUDA graph once and replayed at any length. Rows behind the real ones are padd
 their keys and values behind those of the real rows, and their outputs are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

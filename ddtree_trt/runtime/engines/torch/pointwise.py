@@ -4,8 +4,6 @@ Our CUDA kernels are one launch each: in a decoding round the time of these oper
 PyTorch computes the same in any precision, and rounds where Hugging Face rounds.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

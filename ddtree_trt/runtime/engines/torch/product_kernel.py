@@ -1,7 +1,5 @@
 """The Triton kernel of `products.py`: rows times weights, every sum in rising order of K."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -6,8 +6,6 @@ wait for the drafter) are those of the latest round that was read: launched roun
 So nothing has to be undone when a slot leaves, and no round is made twice.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

@@ -94,11 +94,6 @@ class TargetPass:
         self._choices = Download(rows, device)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 
-    @property
-    def waits(self) -> int:
-        """How often the host has waited for a verification."""
-        return self._choices.waits
-
     def bucket(self, tokens: int) -> int:
         """The T of a pass with `tokens` real rows. Raises EngineError when it would be longer than the largest
         bucket."""

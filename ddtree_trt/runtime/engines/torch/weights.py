@@ -1,7 +1,5 @@
 """The device of the PyTorch engine, checks of its precision, and loading of the weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

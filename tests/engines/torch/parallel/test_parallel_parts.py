@@ -1,7 +1,5 @@
 """What each rank holds and exchanges, without other processes; and what cannot be split."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import FAMILIES
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch.parallel.engine import interrupts_deferred
+from ddtree_trt.runtime.engines.torch.parallel.engine import _interrupts_deferred
 from ddtree_trt.runtime.engines.torch.parallel.split import Shard, Vocabulary, check_split, cut_of, kv_heads
 from ddtree_trt.runtime.llm import LLM
 
@@ -148,7 +146,7 @@ def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:
     done = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        with pytest.raises(KeyboardInterrupt), _interrupts_deferred():
             os.kill(os.getpid(), signal.SIGINT)
             done.append(True)
         assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,21 +65,13 @@ class ParallelEngine(SlotCalls):
     mixes = False
     rounds = None  # rounds on the device have no host that could lead other ranks
 
-    def __init__(
-        self,
-        config: RankConfig,
-        engine: TorchEngine,
-        group: Group,
-        workers: Workers,
-        clean_up: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`engine` is the part of rank 0, whose `config` it is. `clean_up` is called at the engine's end."""
-        self._clean_up = clean_up
+    def __init__(self, config: RankConfig, engine: TorchEngine, group: Group, workers: Workers) -> None:
+        """`engine` is the part of rank 0, whose `config` it is."""
         # Latencies depend on the number of ranks: the toolchain is a part of the latency profile's fingerprint.
         toolchain = {**engine.manifest.toolchain, RANKS: str(group.size)}
         self.manifest = replace(config.manifest, toolchain=toolchain)
         self.threads, self.inexact = engine.threads, engine.inexact
-        self._config, self._engine, self._group, self._workers = config, engine, group, workers
+        self._engine, self._group, self._workers = engine, group, workers
         self.target, self.drafter = engine.target, engine.drafter
         self._failure: str | None = None
         if engine.device.type == "cuda":  # gloo notices by itself
@@ -106,28 +99,27 @@ class ParallelEngine(SlotCalls):
             shared = 1 if weight_bytes < SINGLE_THREAD_BYTES else max(torch.get_num_threads() // size, 1)
             threads = threads or shared
             torch.set_num_threads(threads)
+        deadline = time.monotonic() + OPENING_S + weight_bytes / DISK_BYTES_PER_S
         folder = tempfile.TemporaryDirectory(prefix="ddtree-ranks-")
         first, *others = (
-            RankConfig(rank, size, f"{folder.name}/store", str(device), threads, directory, manifest, timeout_s)
+            RankConfig(rank, size, f"{folder.name}/store", device, threads, directory, manifest, timeout_s)
             for rank, device in enumerate(devices)
         )
-        workers = Workers(others, OPENING_S + weight_bytes / DISK_BYTES_PER_S)
-        group: Group | None = None
+        workers, group = Workers(others, folder), None
         try:
-            workers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
+            workers.expect(HERE, deadline)  # starting processes takes longer than the timeout of a group may be
             group = Group(first)
             engine = open_part(first, group)
-            workers.expect(READY)
+            workers.expect(READY, deadline)
         except BaseException as error:
-            cause = str(error) if isinstance(error, EngineError) else _cause_elsewhere(error, workers, timeout_s)
+            cause = _cause(error, workers, size)
             workers.kill()
             if group is not None:
                 group.leave()
-            folder.cleanup()
-            if cause is not None:
+            if isinstance(error, (EngineError, RuntimeError)):
                 raise EngineError(f"an engine of {size} ranks could not be opened: {cause}") from error
             raise
-        return cls(first, engine, group, workers, folder.cleanup)
+        return cls(first, engine, group, workers)
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -152,31 +144,20 @@ class ParallelEngine(SlotCalls):
         self._call(partial(TorchEngine.commit, taps=taps), slot, path)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
-        """On GPUs: run a prompt's chunk, a tree and a draft, so that libraries are initialised. Nothing is captured."""
-        if self._engine.device.type != "cuda":
-            return
-        length = self.manifest.drafting.longest_draft
-
-        def draft(slot: int) -> None:
-            self.draft([DraftRequest(slot, 0, 1, length)])
-
-        make_single_passes(self, [1, 1 + self.manifest.limits.max_tree_budget], draft, progress)
+        """On GPUs: run a prompt's chunk and two trees, so that libraries are initialised. Nothing is captured."""
+        if self._engine.device.type == "cuda":
+            make_single_passes(self, [1, 1 + self.manifest.limits.max_tree_budget], None, progress)
 
     def synchronize(self) -> None:
         self._engine.synchronize()
 
     def close(self) -> None:
         """Release the memory of all ranks and end their processes."""
-        try:
-            if self._failure is None:
-                self._workers.closing = True
-                self._call(TorchEngine.close)
-                self._workers.join()
-        finally:
-            if self._failure is None:
-                self._end("it was closed")
-            self._engine.close()
-            self.release()
+        if self._failure is None:
+            self._workers.close()
+            self._end("it was closed")
+        self._engine.close()
+        self.release()
 
     def _whole(self, verdict: Verdict, number: int) -> Verdict:
         """A verdict with whole rows of logits, gathered from all ranks when the first of them is read; `number` is its
@@ -193,44 +174,32 @@ class ParallelEngine(SlotCalls):
         return Verdict(verdict.choices, rows)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Have all ranks do a call; returns this rank's result."""
-        with interrupts_deferred(), self._in_step():
-            self._workers.send(function, arguments)
-            return function(self._engine, *arguments)
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """A part of a call after whose failure the ranks are out of step, so that the engine ends. Raises EngineError,
-        also where it had ended before."""
+        """Have all ranks do a call; returns this rank's result. After an error the ranks are out of step, so that it
+        ends the engine. Raises EngineError, also where it had ended before."""
         if self._failure is not None:
             raise EngineError(self._failure)
         try:
-            yield
+            with _interrupts_deferred():
+                self._workers.send(function, arguments)
+                found = function(self._engine, *arguments)
             if self._workers.lost():  # the wait of a GPU has no error when the group was aborted
                 raise RuntimeError("a rank has ended")
         except Exception as error:
-            own = f"rank 0 of {self._group.size} failed: {told(error)}"
-            self._end(_cause_elsewhere(error, self._workers, self._config.timeout_s) or own)
+            self._end(_cause(error, self._workers, self._group.size))
             raise EngineError(self._failure) from error
-        except BaseException:
-            self._end("it was interrupted in the middle of a pass")
-            raise
+        return found
 
     def _end(self, reason: str) -> None:
         self._failure = f"the engine of {self._group.size} ranks has ended: {reason}; open it again"
         self._workers.kill()
         self._group.leave()
-        self._clean_up()
 
 
-def _cause_elsewhere(error: BaseException, workers: Workers, timeout_s: float) -> str | None:
-    """What the other ranks say of an error of torch.distributed or of a closed pipe; None for any other."""
-    if not isinstance(error, (RuntimeError, OSError)):
-        return None
-    text = str(error).lower()
-    if "timed out" in text or "timeout" in text:
-        return workers.find_failure(0) or f"the other ranks did not answer within {timeout_s:g} s ({told(error)})"
-    return workers.find_failure()
+def _cause(error: BaseException, workers: Workers, size: int) -> str:
+    """What has ended an engine in which rank 0 had this error: of torch.distributed it is that others did not answer,
+    and they may say why."""
+    other = workers.find_failure() if isinstance(error, (RuntimeError, OSError)) else None
+    return other or (str(error) if isinstance(error, EngineError) else f"rank 0 of {size} failed: {told(error)}")
 
 
 def _devices(size: int) -> list[torch.device]:
@@ -247,7 +216,7 @@ def _devices(size: int) -> list[torch.device]:
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[None]:
+def _interrupts_deferred() -> Iterator[None]:
     """Handle a Ctrl-C in the main thread at the end of the block: in the middle of a pass it would leave the other
     ranks waiting."""
     handler = signal.getsignal(signal.SIGINT)

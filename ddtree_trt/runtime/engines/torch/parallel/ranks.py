@@ -1,7 +1,5 @@
 """The processes of an engine over several ranks: how they meet, and how rank 0 starts, watches and ends the others."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -15,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from ddtree_trt.runtime.engines.torch.parallel.split import Shard, local_manifes
 from ddtree_trt.runtime.engines.torch.weights import check_device, read_weights
 
 TIMEOUT_S = 60.0  # how long a rank waits for the others in the middle of a pass
-HERE, READY = "here", "ready"  # what a rank reports in this order; anything else is the text of its error
-_REPORT_S = 5.0  # from a broken connection to what its cause is known by
+HERE, READY = "here", "ready"  # what a rank reports in this order; anything else says how it failed
+_REPORT_S = 2.0  # from a broken connection to what its cause is known by
 _CLOSE_S = 10.0  # how long a rank may take to release its part
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -42,7 +41,7 @@ class RankConfig:
     rank: int
     size: int
     store: str  # a file of torch's store, in a folder of this user's, by which the ranks meet
-    device: str
+    device: torch.device
     threads: int  # of a CPU
     directory: Path
     manifest: Manifest  # of the whole engine
@@ -58,7 +57,7 @@ class Group(Shard):
         Makes the process's default group of torch.distributed, so there must be none.
         """
         super().__init__(config.rank, config.size)
-        timeout, device = timedelta(seconds=config.timeout_s), torch.device(config.device)
+        timeout, device = timedelta(seconds=config.timeout_s), config.device
         store = FileStore(config.store, config.size)
         store.set(f"rank {config.rank}", "here")
         # Before the group: one that could not be made keeps its number, and other processes know the next by another.
@@ -66,14 +65,15 @@ class Group(Shard):
         # Gloo's connections are not encrypted: it shall listen where this machine alone can reach it.
         chosen = {_INTERFACE: "lo"} if sys.platform == "linux" and _INTERFACE not in os.environ else {}
         os.environ.update(chosen)
+        gpu = device if device.type == "cuda" else None
         try:
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                "nccl" if gpu else "gloo",
                 store=store,
                 rank=config.rank,
                 world_size=config.size,
                 timeout=timeout,
-                device_id=device if device.type == "cuda" else None,
+                device_id=gpu,
             )
         finally:
             for name in chosen:
@@ -102,10 +102,9 @@ class Group(Shard):
 def open_part(config: RankConfig, shard: Shard) -> TorchEngine:
     """Load this rank's part of an engine: of split weights, it alone is read. Raises ArtifactError as
     `TorchEngine.open` does."""
-    device = torch.device(config.device)
-    check_device(config.directory, config.manifest, device)
-    weights = read_weights(config.directory, config.manifest, device, shard)
-    return TorchEngine(local_manifest(config.manifest, shard), weights, device, shard)
+    check_device(config.directory, config.manifest, config.device)
+    weights = read_weights(config.directory, config.manifest, config.device, shard)
+    return TorchEngine(local_manifest(config.manifest, shard), weights, config.device, shard)
 
 
 def whole_rows(engine: TorchEngine, number: int) -> Tensor:
@@ -120,12 +119,11 @@ def run_worker(config: RankConfig, rank_0: Connection) -> None:
     """Be a rank until rank 0 closes the engine or its process ends. `rank_0` gives the calls, and takes HERE, READY and
     the text of an error, which ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which closes the engine
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
-        if config.device == "cpu":
+        if config.device.type == "cpu":
             torch.set_num_threads(config.threads)
         else:
-            torch.cuda.set_device(torch.device(config.device))
+            torch.cuda.set_device(config.device)
         rank_0.send(HERE)
         group = Group(config)
         engine = open_part(config, group)
@@ -133,16 +131,9 @@ def run_worker(config: RankConfig, rank_0: Connection) -> None:
         worker_loop(engine, rank_0)
         group.leave()
     except BaseException as error:
-        rank_0.send(told(error))
+        with contextlib.suppress(OSError):  # where rank 0's process has ended
+            rank_0.send(f"failed: {told(error)}")
         raise SystemExit(1) from error
-
-
-def _end_with_rank_0() -> None:
-    """End this process, whatever it waits for, when rank 0's has ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "rank 0 starts the others"
-    parent.join()
-    os._exit(1)
 
 
 def worker_loop(engine: TorchEngine, rank_0: Connection) -> None:
@@ -159,42 +150,30 @@ def worker_loop(engine: TorchEngine, rank_0: Connection) -> None:
 class Workers:
     """One process per rank from 1 on, the first of each list is rank 1's."""
 
-    def __init__(self, configs: Sequence[RankConfig], opening_s: float) -> None:
-        """Start them; within `opening_s` seconds they must have sent all reports that are expected."""
+    def __init__(self, configs: Sequence[RankConfig], folder: TemporaryDirectory[str]) -> None:
+        """Start them. `folder`, which has the store of the configs, is removed with them."""
+        self._folder = folder
         self._size = 1 + len(configs)
-        self.closing = False  # whether ranks that end were told to
-        self._opening_s, self._deadline = opening_s, time.monotonic() + opening_s
+        self._closing = False
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._reports: list[list[str]] = [[] for _ in configs]
         context = multiprocessing.get_context("spawn")
-        try:
-            for config in configs:
-                ours, theirs = context.Pipe()
-                name = f"ddtree-rank-{config.rank}"
-                process = context.Process(target=run_worker, args=(config, theirs), name=name, daemon=True)
-                process.start()
-                theirs.close()  # so that only the other process has it
-                self.processes.append(process)
-                self._connections.append(ours)
-        except BaseException:
-            self.kill()
-            raise
+        for config in configs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_worker, args=(config, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that only the other process has it
+            self.processes.append(process)
+            self._connections.append(ours)
 
-    def expect(self, report: str) -> None:
+    def expect(self, report: str, deadline: float) -> None:
         """Wait until every rank has sent this report. Raises EngineError where one has failed instead, or has sent
-        nothing when the time for opening is over."""
-        waiting = dict(zip(self._connections, range(len(self.processes)), strict=True))
-        while waiting:
-            found = wait(list(waiting), max(self._deadline - time.monotonic(), 0))
-            if not found:
-                names = ", ".join(f"{self._name(i)} (process {self.processes[i].pid})" for i in waiting.values())
-                raise EngineError(f"{names} did not report {report!r} within {self._opening_s:g} s")
-            for connection in [each for each in waiting if each in found]:
-                number = waiting.pop(connection)
-                self._read(number)
-                if report not in self._reports[number]:
-                    raise EngineError(self.find_failure() or f"{self._name(number)} has ended")
+        nothing by then, a time of `time.monotonic`."""
+        for number, connection in enumerate(self._connections):
+            if not connection.poll(max(deadline - time.monotonic(), 0)):
+                raise EngineError(f"{self._name(number)} did not report {report!r} in time")
+            if (said := self._read(number)) != report:
+                raise EngineError(f"{self._name(number)} {said}")
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Have every rank call a function of its engine. Raises OSError where one has ended."""
@@ -203,60 +182,52 @@ class Workers:
             connection.send_bytes(call)
 
     def lost(self) -> bool:
-        """Whether a rank has ended that was not told to."""
-        return not self.closing and any(process.exitcode is not None for process in self.processes)
+        """Whether a rank has ended."""
+        return any(process.exitcode is not None for process in self.processes)
 
-    def find_failure(self, patience_s: float = _REPORT_S) -> str | None:
-        """How ranks failed, as far as they say within that time; None where all still run."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            if found := [text for number in range(len(self.processes)) if (text := self._failure(number))]:
-                return "; ".join(found)
-            if not wait([p.sentinel for p in self.processes], max(deadline - time.monotonic(), 0)):
-                return None
+    def find_failure(self) -> str | None:
+        """How ranks failed, as far as they say within a few seconds; None where all still run."""
+        found = wait(self._connections, _REPORT_S)
+        said = {number: self._read(number) for number, each in enumerate(self._connections) if each in found}
+        return "; ".join(f"{self._name(n)} {text}" for n, text in said.items() if text not in (HERE, READY)) or None
 
     def watch(self, on_end: Callable[[], None]) -> None:
         """Call `on_end`, in a thread, when a rank ends that was not told to."""
 
         def work() -> None:
             wait([process.sentinel for process in self.processes])
-            if not self.closing:
+            if not self._closing:
                 on_end()
 
         threading.Thread(target=work, name="ddtree-ranks", daemon=True).start()
 
-    def join(self) -> None:
-        """Wait for the end of ranks that were told to, and end those that take too long."""
+    def close(self) -> None:
+        """Have the ranks close their engines, and end those that take too long."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # of a rank that has ended
+            self.send(TorchEngine.close, ())
         for process in self.processes:
             process.join(_CLOSE_S)
         self.kill()
 
     def kill(self) -> None:
         """End all ranks now."""
-        self.closing = True
+        self._closing = True
         for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()
             process.join()
             connection.close()
+        self._folder.cleanup()
 
     def _name(self, number: int) -> str:
         return f"rank {1 + number} of {self._size}"
 
-    def _read(self, number: int) -> None:
-        """Take in what a rank has reported."""
-        with contextlib.suppress(EOFError, OSError):
-            while self._connections[number].poll():
-                self._reports[number].append(self._connections[number].recv())
-
-    def _failure(self, number: int) -> str | None:
-        """How a rank failed: the text that it reported, or else how its process ended; None where it runs."""
-        self._read(number)
-        reports, code = self._reports[number], self.processes[number].exitcode
-        if reports and reports[-1] not in (HERE, READY):
-            return f"{self._name(number)} failed: {reports[-1]}"
-        if code is None:
-            return None
-        if code < 0:
-            return f"{self._name(number)} was ended by {signal.Signals(-code).name}"
-        early = ' before it began: a script that opens such an engine must do so under if __name__ == "__main__":'
-        return f"{self._name(number)} ended with exit code {code}{'' if reports else early}"
+    def _read(self, number: int) -> str:
+        """What a rank reports next: waits for it, or else for the end of its process and says how that was."""
+        try:
+            return str(self._connections[number].recv())
+        except (EOFError, OSError):
+            process = self.processes[number]
+            process.join(_REPORT_S)
+            code = process.exitcode
+            return f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"

@@ -4,11 +4,10 @@ The drafter is whole on every rank. It has few layers, so that what splitting th
 weights take to be read, is no more than the two sums over ranks that each would then wait for.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,19 +117,16 @@ class Vocabulary:
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The part of a stored tensor that a rank holds: these ranges of rows, joined, or of its columns."""
+class Cut(NamedTuple):
+    """The part of a stored tensor that a rank holds: these ranges along an axis, joined."""
 
-    rows: tuple[Range, ...] = ()
-    columns: Range | None = None
+    axis: int
+    ranges: Sequence[Range]
 
-    def read(self, stored: Any, join: Callable[[list[Any]], Any]) -> Any:
-        """The part of a tensor that is sliced as arrays are, such as a slice of a safetensors file; `join` joins
-        pieces along their first axis."""
-        if self.columns is not None:
-            return stored[:, slice(*self.columns)]
-        return join([stored[slice(*rows)] for rows in self.rows])
+    def read(self, stored: Any, join: Callable[..., Any]) -> Any:
+        """The part of a tensor that is sliced as arrays are, such as a slice of a safetensors file; `join` joins pieces
+        along an axis."""
+        return join([stored[(slice(None),) * self.axis + (slice(*each),)] for each in self.ranges], self.axis)
 
 
 def check_split(manifest: Manifest, size: int) -> None:
@@ -185,38 +181,27 @@ def local_manifest(manifest: Manifest, shard: Shard) -> Manifest:
 
 def cut_of(weight: StoredWeight, dims: TransformerDims, shard: Shard) -> Cut | None:
     """The part of a stored weight that a rank holds, of a target with `dims`; None where every rank has it whole."""
-    make = _CUTS.get(weight.name.rpartition(".")[2])
-    if shard.size == 1 or weight.network != "target" or make is None:
+    name, rank, size = weight.name.rpartition(".")[2], shard.rank, shard.size
+    if size == 1 or weight.network != "target":
         return None
-    return make(dims, shard.rank, shard.size)
+    match name:
+        case "embedding" | "head":
+            return Cut(0, [even_part(dims.vocab_size, rank, size)])
+        case "qkv" | "qkv_bias":
+            heads = (even_part(dims.num_heads, rank, size), *[kv_heads(dims, rank, size)] * 2)
+            return Cut(0, _behind_each_other(heads, dims.qkv_widths, dims.head_dim))
+        case "gate_up":  # of every expert a gate, then what it lets through
+            count = 2 * (dims.experts.count if dims.experts else 1)
+            part = even_part(dims.intermediate_size, rank, size)
+            return Cut(0, _behind_each_other([part] * count, [dims.intermediate_size] * count))
+        case "o":
+            return Cut(1, [even_part(dims.num_heads * dims.head_dim, rank, size)])
+        case "down":
+            return Cut(1, [even_part(dims.intermediate_size, rank, size)])
+    return None
 
 
-def _qkv(dims: TransformerDims, rank: int, size: int) -> Cut:
-    heads = (even_part(dims.num_heads, rank, size), *[kv_heads(dims, rank, size)] * 2)
-    ranges, base = [], 0
-    for (start, end), width in zip(heads, dims.qkv_widths, strict=True):
-        ranges.append((base + start * dims.head_dim, base + end * dims.head_dim))
-        base += width
-    return Cut(rows=tuple(ranges))
-
-
-def _gate_up(dims: TransformerDims, rank: int, size: int) -> Cut:
-    """A rank's columns of every gate and every up projection, which are stored one behind the other."""
-    inner, count = dims.intermediate_size, dims.experts.count if dims.experts else 1
-    start, end = even_part(inner, rank, size)
-    return Cut(rows=tuple((base + start, base + end) for base in range(0, 2 * inner * count, inner)))
-
-
-def _vocabulary(dims: TransformerDims, rank: int, size: int) -> Cut:
-    return Cut(rows=(even_part(dims.vocab_size, rank, size),))
-
-
-_CUTS: dict[str, Callable[[TransformerDims, int, int], Cut]] = {
-    "embedding": _vocabulary,
-    "head": _vocabulary,
-    "qkv": _qkv,
-    "qkv_bias": _qkv,
-    "o": lambda dims, *part: Cut(columns=even_part(dims.num_heads * dims.head_dim, *part)),
-    "gate_up": _gate_up,
-    "down": lambda dims, *part: Cut(columns=even_part(dims.intermediate_size, *part)),
-}
+def _behind_each_other(parts: Sequence[Range], widths: Sequence[int], each: int = 1) -> list[Range]:
+    """The ranges of parts, of `each` rows an item, of matrices that are stored one behind the other."""
+    bases = accumulate(widths, initial=0)
+    return [(base + start * each, base + end * each) for base, (start, end) in zip(bases, parts, strict=False)]
