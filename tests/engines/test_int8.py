@@ -71,7 +71,6 @@ def follow(engine: OrtEngine, truth: Truth) -> None:
 )
 def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Errors, tmp_path: Path) -> None:
     """Of five networks one at least sees no rounding fall the other way in the first half of its rows."""
-    equal = []
     drafter = make_drafter(tmp_path / "drafter", family=shape.get("family", QWEN3))
     for seed in range(5):
         target = make_target(tmp_path / f"target-{seed}", seed=seed, **shape)
@@ -82,8 +81,9 @@ def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Error
         engine.close()  # again is no error
         assert len(errors.rows) > 60
         assert max(errors.rows) < 0.1
-        equal.append(np.mean(np.array(errors.rows) < 1e-4))
-    assert max(equal) > 0.5
+        if np.mean(np.array(errors.rows) < 1e-4) > 0.5:
+            return
+    pytest.fail("every network has other numbers")
 
 
 def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def open_on_kernels(operators: None, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
-    """Runs passes as CUDA graphs do: for equal keys always the first call's work. Counts those of each."""
+    """Runs passes as CUDA graphs do: for equal keys always the first call's work, on the first call's tensors. Counts
+    those of each."""
     works: dict[Any, Any] = {}
     runs: Counter[Any] = Counter()
 

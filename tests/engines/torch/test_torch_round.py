@@ -212,7 +212,7 @@ def test_passes_have_few_sizes_of_which_all_are_captured_at_the_start(
     rounds.warm_up()
     captured = set(replayed)
     for slots, looks in ((1, False), (2, True), (3, False)):
-        for request in ({"budget": 0}, {"budget": 15, "chain": True}, *({"budget": n} for n in (1, 2, 5, 30, 64, 200))):
+        for request in ({"budget": 0}, {"budget": 15, "chain": True}, *({"budget": n} for n in (1, 5, 30, 200))):
             bonus = prefill(engine, prompts[:slots])
             found, _ = decode(engine, bonus, 12, looks=looks, **request)
             assert all(begins_with(text[1:], said) for text, said in zip(plain, found, strict=False))

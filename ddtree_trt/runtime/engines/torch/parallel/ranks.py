@@ -119,6 +119,7 @@ def run_worker(config: RankConfig, rank_0: Connection) -> None:
     """Be a rank until rank 0 closes the engine or its process ends. `rank_0` gives the calls, and takes HERE, READY and
     the text of an error, which ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which closes the engine
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
         if config.device.type == "cpu":
             torch.set_num_threads(config.threads)
@@ -134,6 +135,14 @@ def run_worker(config: RankConfig, rank_0: Connection) -> None:
         with contextlib.suppress(OSError):  # where rank 0's process has ended
             rank_0.send(f"failed: {told(error)}")
         raise SystemExit(1) from error
+
+
+def _end_with_rank_0() -> None:
+    """End this process, whatever it waits for, when rank 0's has ended: a kernel on a GPU may wait without an end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "rank 0 starts the others"
+    parent.join()
+    os._exit(1)
 
 
 def worker_loop(engine: TorchEngine, rank_0: Connection) -> None:
