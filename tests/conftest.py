@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from fake_trt_engine import Lowerings, Machine
 
     from ddtree_trt.runtime.engines.base import Engine
+
+# A shell has its background jobs ignore Ctrl-C, and their processes inherit that; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says how busy the machine is, and nothing about the property.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -88,10 +88,7 @@ class ChatFormat:
         """
         of_tools = None
         if use.tools and self.tool_parser is not None:
-            special = {token.content for token in self._codec.tokenizer.added_tokens_decoder.values()}.intersection(
-                MARKS
-            )
-            of_tools = constraint(self.tool_parser, use, thinking, special)
+            of_tools = constraint(self.tool_parser, use, thinking, self._codec.added_tokens.intersection(MARKS))
         if structured is None:
             return of_tools
         if of_tools is not None:

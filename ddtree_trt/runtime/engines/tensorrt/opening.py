@@ -3,7 +3,6 @@
 A plan is code for one version of the library and for some kinds of GPU: of TensorRT for the one it was built on, of
 TensorRT for RTX for those it was built for."""
 
-import contextlib
 import logging
 import mmap
 from collections.abc import Mapping
@@ -155,10 +154,17 @@ class KernelCache:
     def _load(self, config: Any) -> Any:
         """A cache with the stored kernels, or an empty one where there are none for this GPU, driver and version."""
         cache = config.create_runtime_cache()
-        with contextlib.suppress(OSError):
+        try:
             stored = self._path.read_bytes()
-            if stored and cache.deserialize(stored):
-                self._stored = stored
+        except FileNotFoundError:
+            return cache
+        except OSError as error:
+            _log.warning("%s cannot be read (%s): kernels are compiled anew", self._path, error.strerror or error)
+            return cache
+        if stored and cache.deserialize(stored):
+            self._stored = stored
+        else:
+            _log.info("%s is of another GPU, driver or version: kernels are compiled anew", self._path)
         return cache
 
     def store(self) -> None:

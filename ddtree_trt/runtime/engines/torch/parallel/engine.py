@@ -178,15 +178,15 @@ class ParallelEngine(SlotCalls):
         ends the engine. Raises EngineError, also where it had ended before."""
         if self._failure is not None:
             raise EngineError(self._failure)
-        try:
-            with _interrupts_deferred():
+        with _interrupts_deferred():
+            try:
                 self._workers.send(function, arguments)
                 found = function(self._engine, *arguments)
-            if self._workers.lost():  # the wait of a GPU has no error when the group was aborted
-                raise RuntimeError("a rank has ended")
-        except Exception as error:
-            self._end(_cause(error, self._workers, self._group.size))
-            raise EngineError(self._failure) from error
+                if self._workers.lost():  # the wait of a GPU has no error when the group was aborted
+                    raise RuntimeError("a rank has ended")
+            except Exception as error:
+                self._end(_cause(error, self._workers, self._group.size))
+                raise EngineError(self._failure) from error
         return found
 
     def _end(self, reason: str) -> None:
