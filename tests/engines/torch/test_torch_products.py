@@ -17,8 +17,9 @@ from ddtree_trt.runtime.engines.base import KERNELS, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import engine as torch_engine
 from ddtree_trt.runtime.engines.torch import products as torch_products
+from ddtree_trt.runtime.engines.torch.device_round import HostOps
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.products import PYTORCH, FixedOrder, Scaled, Tile, fixed_order, tile_for
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, Draws, FixedOrder, Scaled, Tile, fixed_order, tile_for
 
 ROWS = (1, 3, 17, 65, 130)
 SHARED_BYTES = 227 << 10  # of an H100
@@ -37,26 +38,49 @@ def load_kernel() -> Any:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Interpreted, with tiles multiplied in rising order of K, as one instruction after the other does: in which order
+    NumPy does depends on the machine, and on the tile's height."""
+
+    def matmul(x: Any, y: Any, dtype: Any) -> Any:
+        return sum((np.multiply.outer(a, b, dtype=dtype) for a, b in zip(x.T, y, strict=True)), start=0)
+
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return load_kernel().launch
+    monkeypatch.setattr(np, "matmul", matmul)
+    return load_kernel()
+
+
+@pytest.fixture
+def launch(kernels: Any) -> Callable[..., None]:
+    return kernels.launch
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "gated", "fp8", "sm"),
+    ("name", "rows", "columns", "gated", "fp8", "sm"),
     [
-        (64, 151936, False, False, 90),
-        (64, 24576, True, True, 90),
-        (1, 151936, False, True, 89),
-        (1, 4096, False, False, 80),
+        ("_product", 64, 151936, False, False, 90),
+        ("_product", 64, 24576, True, True, 90),
+        ("_product", 1, 151936, False, True, 89),
+        ("_product", 1, 4096, False, False, 80),
+        ("_best_of_tiles", 64, 151936, False, True, 90),
+        ("_best_of_tiles", 64, 151936, False, False, 80),
+        ("_best_of_tiles", 1, 49152, False, False, 90),
     ],
 )
 def test_it_compiles_for_gpus(
-    rows: int, columns: int, gated: bool, fp8: bool, sm: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str,
+    rows: int,
+    columns: int,
+    gated: bool,
+    fp8: bool,
+    sm: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """To machine code. With programmatic dependent launches what comes before the wait are loads of weights alone."""
+    """To machine code that keeps all in registers. With programmatic dependent launches what comes before the wait are
+    loads of weights alone."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = load_kernel()._product
+    kernel = getattr(load_kernel(), name)
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -74,16 +98,18 @@ def test_it_compiles_for_gpus(
         **({} if fp8 else {"scales": None}),
     }
     weight, out = "*fp8e4nv" if fp8 else "*bf16", "*bf16" if gated else "*fp32"
-    pointers = {"x": "*bf16", "w": weight, "scales": "*fp32", "out": out}
+    pointers = {"x": "*bf16", "w": weight, "scales": "*fp32", "out": out, "positions": "*i32", "temperatures": "*fp32"}
+    pointers |= {"seeds": "*i64", "values": "*fp64", "ids": "*i32"}
     names = kernel.arg_names
-    types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    whole = [name for name in names if types[name] != "constexpr" and name != "rows"]
-    source = ASTSource(kernel, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in whole})
+    constants = {each: value for each, value in constants.items() if each in names}
+    types = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in names}
+    whole = [each for each in names if types[each] != "constexpr" and each not in {"rows", "tokens"}]
+    source = ASTSource(kernel, types, constants, {(names.index(each),): [["tt.divisibility", 16]] for each in whole})
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
     made = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
     assert made.asm["cubin"] and made.metadata.shared <= SHARED_BYTES
     code = made.asm["ptx"]
-    assert "cp.async.cg.shared.global" in code and ("wgmma" in code if rows == 64 else "mma.sync" in code)
+    assert "cp.async.cg.shared.global" in code and ("wgmma" if rows == 64 and pdl else "mma.sync") in code
     places = [
         code.find(word) for word in ("prefetch.L2", "griddepcontrol.wait", "griddepcontrol.launch", "cp.async.cg")
     ]
@@ -147,6 +173,29 @@ def test_weights_in_fp8(launch: Callable[..., None], columns: int, inner: int) -
         assert torch.equal(products.swiglu(x[:rows], scaled, F.silu), gated[:rows])
 
 
+@pytest.mark.parametrize(("inner", "columns", "fp8"), [(48, 300, False), (64, 700, True)])
+def test_tokens_are_chosen_in_the_heads_product(kernels: Any, inner: int, columns: int, fp8: bool) -> None:
+    """Those that the host takes of the logits: the first of equal ones, drawn with a temperature, 0 where no logit is a
+    number."""
+    products = FixedOrder(kernels.launch, SHARED_BYTES, pdl=False, choose=kernels.choose)
+    weight = half(columns, inner, seed=6)
+    weight[7::10] = weight[17]
+    hidden = 3 * half(130, inner, seed=5)
+    hidden[3], hidden[4] = 2 * weight[17], math.nan
+    head = Scaled.of(weight) if fp8 else weight
+    for slots, tokens in ((1, 1), (5, 1), (3, 7), (2, 65)):
+        rows, rng = hidden[: slots * tokens], np.random.default_rng(tokens)
+        shape, expected = (slots, tokens), torch.zeros(slots, tokens, dtype=torch.int32)
+        positions = torch.from_numpy(rng.integers(0, 4000, shape).astype(np.int32))
+        draws = Draws(positions, torch.tensor([0, 0.7, 3, 0, 0])[:slots], torch.tensor([0, -5, -(2**63), 1, 2])[:slots])
+        logits, choices = products.logits(rows, head), torch.full(shape, -1, dtype=torch.int32)
+        HostOps().choose(logits.nan_to_num(-math.inf).unflatten(0, shape), *draws, expected)
+        products.choose(rows, head, draws, choices, logits[:0], HostOps().choose)
+        assert torch.equal(choices, expected)
+    assert choices[0, 3:5].tolist() == [7, 0]
+    assert products.holds("target.head", head) and products._choose is not None
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 99 << 10])
 def test_tiles_fit(shape: tuple[int, int], shared_bytes: int) -> None:
@@ -192,6 +241,8 @@ def test_tiles_with_other_bits_are_found(caplog: pytest.LogCaptureFixture) -> No
             assert products.holds(name, weight) and "tiles of 64 rows" in caplog.text
             assert torch.equal(products(weight[:5, :32], weight), by_rows(weight[:5, :32], weight))
         assert not FixedOrder(other_bits(64), SHARED_BYTES, pdl=False).holds(name, weight)
+    products = FixedOrder(by_pytorch, SHARED_BYTES, pdl=False, choose=lambda *args, **_: args[4].zero_())
+    assert products.holds(name, weight) and products._choose is None and "they are written" in caplog.text
 
 
 def by_rows(x: Tensor, weight: Tensor) -> Tensor:

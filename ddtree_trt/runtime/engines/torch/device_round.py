@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ddtree_trt import _native
 from ddtree_trt.device.buffers import RoundShapes
+from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import mask_words, write_mask
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Place, load_operators
+from ddtree_trt.runtime.engines.torch.products import Draws
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.tree import build_tree
 
@@ -193,9 +195,10 @@ class RoundPasses:
         ops.build_tree(*drafted, bonus_tokens, told[BUDGET], past, *tree)
         mask = slots.new_empty(count, tokens, mask_words(tokens))
         ops.packed_mask(parents, mask)
-        logits, tapped = target.run(token_ids, positions, Place(slots, past, mask))
+        hidden, tapped = target.network.forward(token_ids, positions, Place(slots, past, mask), MaskMode.TREE)
         assert tapped is not None, "a target built for a block drafter taps its states"
-        ops.choose(logits, positions, columns.temperatures[:count], columns.seeds[:count], choices)
+        draws = Draws(positions, columns.temperatures[:count], columns.seeds[:count])
+        target.network.choose(hidden, draws, choices, target.logits, ops.choose)
         ops.walk(parents, token_ids, choices, counts, past, path, lengths, following, next_past)
 
         kept = path[:, :longest].contiguous()

@@ -23,7 +23,7 @@ from ddtree_trt.runtime.engines.torch.delta import Ancestors, delta_net
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
-from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products, ready_head
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, Draws, Products, ready_head
 
 Weights = Mapping[str, Any]  # tensors; matrices of products may be `Scaled`
 Layer = decoder.Layer[Tensor]  # `Weights` says which may be no tensors
@@ -201,6 +201,12 @@ class LanguageModel:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
         return self.product.logits(hidden, self.head, out)
+
+    def choose(
+        self, hidden: Tensor, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
+    ) -> None:
+        """The tokens behind hidden states [N, T, H] into choices int32 [N, T]; the rest as `Products.choose`."""
+        self.product.choose(hidden.flatten(0, 1), self.head, draws, choices, logits, operator)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ _logger = logging.getLogger("ddtree_trt.torch")
 _CHECKED = (1, 3, 17, 65, 200)  # rows of the products that are compared when an engine is opened: all heights of tiles
 _LARGEST = 448  # value of e4m3
 _PART = 8192  # rows that are quantised at a time
+_CHOICE_ROWS = 64  # of a tile in which tokens are chosen: noise in float64 takes the registers of more
 _STEP = 16  # of K: what one instruction multiplies
 _PDL_SM = (9, 0)  # the first with programmatic dependent launches
 
@@ -92,6 +93,14 @@ class Scaled:
 Weight = Tensor | Scaled
 
 
+class Draws(NamedTuple):
+    """What tokens are chosen by, beside logits: the largest where a temperature is 0, drawn by a seed elsewhere."""
+
+    positions: Tensor  # int32 [N, T] of the nodes in the whole sequence
+    temperatures: Tensor  # float32 [N]
+    seeds: Tensor  # int64 [N]
+
+
 class Products:
     """PyTorch's, of rows x [..., K] with weights [N, K]; those in FP8 for their numerics, not for speed."""
 
@@ -117,6 +126,14 @@ class Products:
             return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
         return torch.mm(hidden.to(head.dtype), head.t(), out=out)
 
+    def choose(
+        self, hidden: Tensor, head: Weight, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
+    ) -> None:
+        """The target's tokens behind hidden states [N·T, K] into choices int32 [N, T]: those that the operator `choose`
+        takes of the logits, for which there is room in `logits` float32 [rows, V]."""
+        rows = self.logits(hidden, head, logits[: len(hidden)])
+        operator(rows.unflatten(0, choices.shape), *draws, choices)
+
 
 PYTORCH = Products()
 
@@ -129,9 +146,13 @@ def ready_head(head: Weight) -> Weight:
 class FixedOrder(Products):
     """By our kernel, for weights [N, K] in half precision or FP8 of which K is a multiple of 16."""
 
-    def __init__(self, launch: Callable[..., None], shared_bytes: int, *, pdl: bool) -> None:
-        """`launch` is `product_kernel`'s; `shared_bytes` as `tile_for`; `pdl`: programmatic dependent launches."""
+    def __init__(
+        self, launch: Callable[..., None], shared_bytes: int, *, pdl: bool, choose: Callable[..., None] | None = None
+    ) -> None:
+        """`launch` is `product_kernel`'s, and `choose`; without the latter tokens are chosen of written logits.
+        `shared_bytes` as `tile_for`; `pdl`: programmatic dependent launches."""
         self._launch = launch
+        self._choose = choose
         self._shared_bytes = shared_bytes
         self._pdl = pdl
         self._one_height: set[torch.Size] = set()  # of weights whose products all have tiles of 64 rows
@@ -147,15 +168,29 @@ class FixedOrder(Products):
             out = torch.empty(len(hidden), len(head), device=hidden.device)
         return self._run(hidden if isinstance(head, Scaled) else hidden.to(head.dtype), head, None, out)
 
+    def choose(
+        self, hidden: Tensor, head: Weight, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
+    ) -> None:
+        if self._choose is None:
+            super().choose(hidden, head, draws, choices, logits, operator)
+        else:
+            self._pick(self._choose, hidden, head, draws, choices)
+
+    def _pick(self, choose: Callable[..., None], hidden: Tensor, head: Weight, draws: Draws, choices: Tensor) -> None:
+        values, scales = _parts(head)
+        hidden = hidden if isinstance(head, Scaled) else hidden.to(head.dtype)
+        tile = self._tile(min(len(hidden), _CHOICE_ROWS), head)
+        choose(hidden, values, scales, draws, choices, tile, pdl=self._pdl)
+
     def _run(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        height = 64 if weight.shape in self._one_height else len(rows)
-        columns, inner = weight.shape
-        tile = tile_for(height, columns, inner, self._shared_bytes)
-        values, scales = (weight.values, weight.scales) if isinstance(weight, Scaled) else (weight, None)
+        rows, (values, scales) = x.reshape(-1, x.shape[-1]), _parts(weight)
         if len(rows):
-            self._launch(rows, values, scales, bias, out, tile, gated=gated, pdl=self._pdl)
+            self._launch(rows, values, scales, bias, out, self._tile(len(rows), weight), gated=gated, pdl=self._pdl)
         return out
+
+    def _tile(self, rows: int, weight: Weight) -> Tile:
+        columns, inner = weight.shape
+        return tile_for(64 if weight.shape in self._one_height else rows, columns, inner, self._shared_bytes)
 
     def holds(self, name: str, weight: Weight) -> bool:
         """Whether rows have the same bits in products of all heights with a target's weight of that name. Where they
@@ -179,9 +214,24 @@ class FixedOrder(Products):
         expected = pick(three, weight)
         for rows in _CHECKED:
             number = torch.arange(rows, device=three.device) % 3
-            if not torch.equal(pick(three[number], weight), expected[number]):
+            found = pick(three[number], weight)
+            if not torch.equal(found, expected[number]):
                 return False
+            if table and self._choose is not None and not self._chooses(self._choose, three[number], weight, found):
+                self._choose = None
+                _logger.warning("a head's product does not choose the largest of its logits here: they are written")
         return True
+
+    def _chooses(self, choose: Callable[..., None], hidden: Tensor, head: Weight, logits: Tensor) -> bool:
+        """Whether `choose` takes the largest of these logits."""
+        choices = torch.empty(len(hidden), 1, dtype=torch.int32, device=hidden.device)
+        zeros = torch.zeros(len(hidden), device=hidden.device)
+        self._pick(choose, hidden, head, Draws(choices, zeros, zeros.long()), choices)
+        return torch.equal(choices[:, 0].long(), logits.argmax(-1))
+
+
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    return (weight.values, weight.scales) if isinstance(weight, Scaled) else (weight, None)
 
 
 def fixed_order(weights: Mapping[str, Weight], device: torch.device) -> tuple[Products, str | None]:
@@ -196,7 +246,8 @@ def fixed_order(weights: Mapping[str, Weight], device: torch.device) -> tuple[Pr
 
         properties = torch.cuda.get_device_properties(device)
         shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-        products = FixedOrder(product_kernel.launch, shared, pdl=(properties.major, properties.minor) >= _PDL_SM)
+        pdl = (properties.major, properties.minor) >= _PDL_SM
+        products = FixedOrder(product_kernel.launch, shared, pdl=pdl, choose=product_kernel.choose)
         unequal = [name for (name, *_), weight in matrices.items() if not products.holds(name, weight)]
     except Exception as error:  # no Triton, one of another API, or no C compiler for it
         _logger.warning("products in one order do not work here (%s): PyTorch makes them", told(error))
