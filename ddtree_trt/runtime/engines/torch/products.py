@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,8 @@ _CHECKED = (1, 3, 17, 65, 200)  # rows of the products that are compared when an
 _LARGEST = 448  # value of e4m3
 _PART = 8192  # rows that are quantised at a time
 _CHOICE_ROWS = 64  # of a tile in which tokens are chosen: noise in float64 takes the registers of more
+_GROUP = 32  # squares of a row that are summed together
+_TABLES = "head", "embedding"
 _STEP = 16  # of K: what one instruction multiplies
 _PDL_SM = (9, 0)  # the first with programmatic dependent launches
 
@@ -101,6 +103,14 @@ class Draws(NamedTuple):
     seeds: Tensor  # int64 [N]
 
 
+class Normed(NamedTuple):
+    """Rows whose RMS norm is finished by the product that takes them."""
+
+    unscaled: Tensor  # [N, T, H], times the norm's weight
+    squares: Tensor  # float32 [N, T, H / 32], sums of 32 squares each of the rows before
+    epsilon: float
+
+
 class Products:
     """PyTorch's, of rows x [..., K] with weights [N, K]; those in FP8 for their numerics, not for speed."""
 
@@ -157,11 +167,23 @@ class FixedOrder(Products):
         self._pdl = pdl
         self._one_height: set[torch.Size] = set()  # of weights whose products all have tiles of 64 rows
 
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return self._run(x, weight, bias, x.new_empty(*x.shape[:-1], len(weight)))
+    def __call__(self, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return self._run(x, weight, bias, _empty(x, len(weight)))
 
-    def swiglu(self, x: Tensor, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._run(x, weight, None, x.new_empty(*x.shape[:-1], len(weight) // 2), gated=True)
+    def swiglu(self, x: Tensor | Normed, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._run(x, weight, None, _empty(x, len(weight) // 2), gated=True)
+
+    @staticmethod
+    def adds(norms: Iterable[Tensor]) -> bool:
+        """Whether `add` takes norms of these weights: in bf16, whose range holds a row before it is scaled."""
+        return all(norm.dtype == torch.bfloat16 and len(norm) % _GROUP == 0 for norm in norms)
+
+    def add(self, x: Tensor, weight: Weight, onto: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Normed]:
+        """Rows `onto` [N, T, H] plus the product of rows x [N, T, K], and their norm, whose weight [H] is `norm`."""
+        out, unscaled = torch.empty_like(onto), torch.empty_like(onto)
+        squares = onto.new_empty(*onto.shape[:-1], onto.shape[-1] // _GROUP, dtype=torch.float32)
+        self._run(x, weight, None, out, onto=(onto, norm, unscaled, squares))
+        return out, Normed(unscaled, squares, epsilon)
 
     def logits(self, hidden: Tensor, head: Weight, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -182,10 +204,15 @@ class FixedOrder(Products):
         tile = self._tile(min(len(hidden), _CHOICE_ROWS), head)
         choose(hidden, values, scales, draws, choices, tile, pdl=self._pdl)
 
-    def _run(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> Tensor:
+    def _run(
+        self, x: Tensor | Normed, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False,
+        onto: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:  # fmt: skip
+        x, scaled = (x.unscaled, x[1:]) if isinstance(x, Normed) else (x, None)
         rows, (values, scales) = x.reshape(-1, x.shape[-1]), _parts(weight)
+        kind = {"gated": gated, "scaled": scaled, "onto": onto, "pdl": self._pdl}
         if len(rows):
-            self._launch(rows, values, scales, bias, out, self._tile(len(rows), weight), gated=gated, pdl=self._pdl)
+            self._launch(rows, values, scales, bias, out, self._tile(len(rows), weight), **kind)
         return out
 
     def _tile(self, rows: int, weight: Weight) -> Tile:
@@ -209,18 +236,30 @@ class FixedOrder(Products):
         """Compare products of three rows again and again, one below the other."""
         three = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
         three = three.to(weight.values.device, torch.bfloat16) if isinstance(weight, Scaled) else three.to(weight)
-        gated, table = name.endswith("gate_up"), name.endswith(("head", "embedding"))
-        pick = partial(self.swiglu, swiglu=F.silu) if gated else self.logits if table else self
-        expected = pick(three, weight)
+        expected = self._made(name, weight, three)
         for rows in _CHECKED:
             number = torch.arange(rows, device=three.device) % 3
-            found = pick(three[number], weight)
-            if not torch.equal(found, expected[number]):
+            found = self._made(name, weight, three[number])
+            if not all(torch.equal(x, y[number]) for x, y in zip(found, expected, strict=True)):
                 return False
-            if table and self._choose is not None and not self._chooses(self._choose, three[number], weight, found):
+            table = name.endswith(_TABLES)
+            if table and self._choose is not None and not self._chooses(self._choose, three[number], weight, found[0]):
                 self._choose = None
                 _logger.warning("a head's product does not choose the largest of its logits here: they are written")
         return True
+
+    def _made(self, name: str, weight: Weight, x: Tensor) -> list[Tensor]:
+        """What passes make of rows x [R, K] with a weight of that name."""
+        if name.endswith(_TABLES):
+            return [self.logits(x, weight)]
+        make = partial(self.swiglu, swiglu=F.silu) if name.endswith("gate_up") else self
+        made = [make(x, weight)]
+        if x.shape[1] % _GROUP == 0:
+            made.append(make(Normed(x, x.abs().unflatten(-1, (-1, _GROUP)).amax(-1).float(), 1e-6), weight))
+        if len(weight) % _GROUP == 0 and make is self:
+            out, normed = self.add(x, weight, x[:, :1].repeat(1, len(weight)), x.new_ones(len(weight)), 1e-6)
+            made += out, normed.unscaled, normed.squares
+        return made
 
     def _chooses(self, choose: Callable[..., None], hidden: Tensor, head: Weight, logits: Tensor) -> bool:
         """Whether `choose` takes the largest of these logits."""
@@ -228,6 +267,11 @@ class FixedOrder(Products):
         zeros = torch.zeros(len(hidden), device=hidden.device)
         self._pick(choose, hidden, head, Draws(choices, zeros, zeros.long()), choices)
         return torch.equal(choices[:, 0].long(), logits.argmax(-1))
+
+
+def _empty(rows: Tensor | Normed, columns: int) -> Tensor:
+    x = rows.unscaled if isinstance(rows, Normed) else rows
+    return x.new_empty(*x.shape[:-1], columns)
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
