@@ -162,9 +162,8 @@ def _without_request_id(app: ASGIApp) -> ASGIApp:
 
     async def without(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_on(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
-                message = {**message, "headers": headers}
+            if headers := message.get("headers"):
+                message["headers"] = [h for h in headers if h[0].lower() != b"x-request-id"]
             await send(message)
 
         await app(scope, receive, send_on)
@@ -231,32 +230,25 @@ def log_settings(options: ServeOptions) -> LoggingConfig:
     return LoggingConfig(log_level="INFO" if options.access_log else "WARNING", enable_access_log=options.access_log)
 
 
-@dataclass(frozen=True)
-class _Arguments:
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(ReplicaOptions, ServeOptions):
     __pydantic_config__ = ConfigDict(extra="forbid")
     engine_dir: Path
 
 
 def app(arguments: dict[str, Any]) -> Application:
     """The application by Ray's own commands and configuration files: `engine_dir`, and any field of ServeOptions and
-    ReplicaOptions but those that are Ray's. Raises UsageError."""
-    given = dict(arguments)
-    made = []
-    for kind in (ServeOptions, ReplicaOptions):
-        own = {f.name: given.pop(f.name) for f in fields(kind) if f.name in given and f.name not in _RAYS_OWN}
-        made.append(_parsed(kind, own))
-    place = _parsed(_Arguments, given)
-    return application(place.engine_dir, *made)
-
-
-def _parsed(kind: Any, values: dict[str, Any]) -> Any:
-    """The values, which may be texts, as a dataclass."""
+    ReplicaOptions, whose values may be texts, but those that are Ray's. Raises UsageError."""
     try:
-        return TypeAdapter(kind).validate_python(values)
+        if rays := [name for name in _RAYS_OWN if name in arguments]:
+            raise UsageError(f"{rays[0]} is Ray's: its proxies have the sockets")
+        given = TypeAdapter(_Arguments).validate_python(arguments)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{name}: {first['msg']}") from error
+        raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    kinds: tuple[Any, ...] = (ServeOptions, ReplicaOptions)
+    made = [kind(**{f.name: getattr(given, f.name) for f in fields(kind)}) for kind in kinds]
+    return application(given.engine_dir, *made)
 
 
 APPLICATION = "ddtree-trt"

@@ -1,7 +1,7 @@
 """The metrics that the HTTP server and the Triton model publish, each in one row.
 
-A figure that vLLM publishes has vLLM's name and meaning, any other one a name with the prefix `ddtree_`. The HTTP
-server counts a request when it has ended, the Triton model counts tokens while they arrive.
+A figure that vLLM publishes has vLLM's name and meaning, any other one a name with the prefix `ddtree_`. A request is
+counted when it has ended.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ GAUGES = (
         ("vllm:num_requests_running", "Sequences that hold a slot.", "running"),
         ("vllm:num_requests_waiting", "Sequences that wait for a slot.", "waiting"),
         ("ddtree_slots", "Sequences that can run at a time.", "slots"),
-        ("vllm:kv_cache_usage_perc", "Share of the caches' rows that running sequences take.", "cache_usage"),
+        ("vllm:kv_cache_usage_perc", "Share of the caches' rows that sequences take.", "core.scheduler.cache_usage"),
         triton=True,
     ),
     MetricSpec(

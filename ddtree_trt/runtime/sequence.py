@@ -11,7 +11,6 @@ from typing import Any
 
 from ddtree_trt.runtime.decoding.budget.policy import Budget
 from ddtree_trt.runtime.decoding.methods import METHODS, Method
-from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Row, Sampler, TokenLogprob, logprob
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -31,7 +30,7 @@ class Sequence:
     sampler: Sampler
     stream: TextStream
     budget: Budget
-    route: Route  # one for the whole request; the metrics copy it
+    why_host: str | None  # why its rounds run on the host; None where they stay on the device
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     slot: int | None = None
     output: list[int] = field(default_factory=list)
@@ -59,8 +58,8 @@ class Sequence:
         self.drafts = self.method.drafts and self.params.tree_budget != 0
         self._ends = self.eos_ids | set(self.params.stop_token_ids)
         self.metrics.prompt_tokens = len(self.prompt)
-        self.metrics.on_device = self.on_device = self.route.on_device
-        self.metrics.why_host = self.route.host_reason
+        self.metrics.on_device = self.on_device = self.why_host is None
+        self.metrics.why_host = self.why_host
         self.max_tokens = min(self.params.wanted_tokens, self.capacity - len(self.prompt))
 
     @property

@@ -20,20 +20,16 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import EXPORT, MANIFEST, PROFILE
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.device.survey import DRIVER
 from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError
-from ddtree_trt.plugins import library
 from ddtree_trt.records import check, option, with_fields
 from ddtree_trt.triton import ENGINE_FOLDER
 from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
 
 VERSION_FOLDER = "1"
-_MAX_INSTANCES = 64  # far above any use: a larger number is a typing error
-_MAX_GPUS = 1024  # likewise
+_MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: a larger number is a typing error
 # An example: a chat in the template of Qwen3, as JSON without apostrophes, because it is quoted by those in a shell.
 _PROMPT = (
     "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
@@ -114,7 +110,7 @@ def export_triton(
         "backend": manifest.backend,
         "requirement": f"ddtree-trt{extra}=={__version__}",
         "extra": extra,
-        "machine": _machine(manifest),
+        "machine": f"Whether the engine can run there, or why not, `ddtree-trt inspect {name}/1/engine` says.",
         "precision": manifest.precision,
         "repository": shlex.quote(str(repository)),
         "curl_whole": f"{curl}/generate -d '{_QUESTIONS[options.layout] % 'false'}'",
@@ -148,24 +144,3 @@ def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: 
         progress("copy engine", done, total)
     with suppress(FileNotFoundError, PermissionError):  # without one, the model measures latencies itself
         shutil.copyfile(source / PROFILE, destination / PROFILE)
-
-
-def _machine(manifest: Manifest) -> str:
-    """Sentences on what the engine needs of the machine: processor or GPU, driver, release of TensorRT, libraries."""
-    backend, precision = BACKENDS[manifest.backend], PRECISIONS[manifest.precision]
-    if backend.on_cpu:
-        return "It runs on CPUs."
-    kinds = manifest.toolchain.get("gpus") or f"sm{manifest.toolchain.get('sm', '')}"
-    gpus = f" ({kinds.replace(' ', ', ')})" if backend.plans and kinds != "sm" else ""
-    words = [f"It runs on an NVIDIA GPU{gpus} with driver {DRIVER} or newer; `ddtree-trt doctor` says what is missing."]
-    if backend.plans and (release := manifest.toolchain.get(manifest.backend)):
-        words.append(f"It was built with {backend.title} {release} and is for that release.")
-    needed = library.PLUGINS if manifest.attention == "plugin" else None
-    if backend.kernels:
-        needed = library.TORCH if precision.half else None
-    if needed:
-        words.append(
-            f"It needs {needed}, which `make plugins` makes in `ddtree_trt/plugins/` of that checkout: copy it into "
-            "the same folder of the installed package."
-        )
-    return " ".join(words)

@@ -3,9 +3,8 @@
 Two threads besides the server's: the engine's worker, and an event loop on which every request is a task that forwards
 its parts. One task more ends cancelled requests and flushes the metrics; it sleeps while there are no requests.
 
-The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests only
-add to plain numbers, and one lock guards the flush that passes them to the server. That also keeps the exchange with
-the server process, about 30 µs per metric, off the path of the tokens.
+The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests add
+to plain numbers, and one lock guards the flush, whose exchange with the server takes about 30 µs per metric.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,15 +25,15 @@ from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDe
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, SECONDS, SECONDS_PER_TOKEN, Unit
 from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.request_maker import Request
+from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.triton.layouts import LAYOUTS, Layout
-from ddtree_trt.triton.requests import Arrays, Call, Responder
+from ddtree_trt.triton.requests import Arrays, Call, response
 
 # Outcomes of requests.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
-# Published beside the rows of the table: the model's own counters.
-REQUESTS = "ddtree_requests_total"
-RESPONSES = "ddtree_responses_total"
+REQUESTS = "ddtree_requests_total"  # published beside the rows of the table
 REQUEST_COUNTERS = {row.name: row for row in COUNTERS if row.triton}
 ENGINE_GAUGES = {row.name: row for row in GAUGES if row.triton}
 # Of whole requests: one of every round or token would cost an exchange with the server each.
@@ -59,37 +58,33 @@ class Metrics:
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()
         self._observed: list[tuple[str, float]] = []
-        self._adding = threading.Lock()
-        self._flushing = threading.Lock()
-        for name, counter in REQUEST_COUNTERS.items():
-            self._make(family, name, counter.text, family.COUNTER, {name: dict(labels)})
-        text = "Responses sent, parts of streams included."
-        self._make(family, RESPONSES, text, family.COUNTER, {RESPONSES: dict(labels)})
-        for name, gauge in ENGINE_GAUGES.items():
-            self._make(family, name, gauge.text, family.GAUGE, {name: dict(labels)})
+        self._adding, self._flushing = threading.Lock(), threading.Lock()
+
+        def made(kind: Any, name: str, text: str) -> Any:
+            self._families.append(family(name=name, description=text, kind=kind))
+            return self._families[-1]
+
+        for kind, rows in ((family.COUNTER, REQUEST_COUNTERS), (family.GAUGE, ENGINE_GAUGES)):
+            for name, row in rows.items():
+                self._metrics[name] = made(kind, name, row.text).Metric(labels=dict(labels))
         for name, row in REQUEST_HISTOGRAMS.items():
-            bounds = list(_BOUNDS[row.unit])
-            self._make(family, name, row.text, family.HISTOGRAM, {name: dict(labels)}, buckets=bounds)
-        outcomes = {outcome: {**labels, "outcome": outcome} for outcome in OUTCOMES}
-        self._make(family, REQUESTS, "Requests that ended, by how.", family.COUNTER, outcomes)
+            histogram = made(family.HISTOGRAM, name, row.text)
+            self._metrics[name] = histogram.Metric(labels=dict(labels), buckets=list(_BOUNDS[row.unit]))
+        ended = made(family.COUNTER, REQUESTS, "Requests that ended, by how.")
+        for outcome in OUTCOMES:
+            self._metrics[outcome] = ended.Metric(labels={**labels, "outcome": outcome})
 
-    def _make(
-        self, family: Any, name: str, text: str, kind: Any, members: Mapping[str, dict[str, str]], **options: Any
-    ) -> None:
-        made = family(name=name, description=text, kind=kind)
-        self._families.append(made)
-        for key, labels in members.items():
-            self._metrics[key] = made.Metric(labels=labels, **options)
-
-    def add(self, **amounts: float) -> None:
-        """Add to counters, by name, or to the requests of an outcome, by the outcome's name. Any thread may call it."""
+    def count(self, figures: RequestMetrics) -> None:
+        """Add the figures of a request that ended. Any thread may call it."""
         with self._adding:
-            self._pending.update(amounts)
+            self._pending.update({name: row.read(figures) for name, row in REQUEST_COUNTERS.items()})
+            for name, row in REQUEST_HISTOGRAMS.items():
+                self._observed += [(name, value) for value in row.observations(figures)]
 
-    def observe(self, observations: Iterable[tuple[str, float]]) -> None:
-        """Add observations to histograms, by name. Any thread may call it."""
+    def count_outcome(self, outcome: str) -> None:
+        """Add a request to those of its outcome. Any thread may call it."""
         with self._adding:
-            self._observed += observations
+            self._pending[outcome] += 1
 
     def flush(self, gauges: Mapping[str, float]) -> None:
         """Pass the amounts added since the last flush to the server, and set the gauges."""
@@ -191,12 +186,7 @@ class _Job:
     reply: Reply
     task: asyncio.Task[None]
     ended_by: str = "shutdown"  # the outcome, where the task is cancelled
-    counted: Counter[str] = field(default_factory=Counter)  # what this request has added to the metrics
-
-    def progress(self, part: RequestOutput) -> Counter[str]:
-        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_COUNTERS.items()})
-        grown, self.counted = now - self.counted, now
-        return grown
+    tokens: int = 0  # made so far
 
     def end(self, outcome: str) -> None:
         """Cancel the task with this outcome."""
@@ -216,10 +206,12 @@ class Service:
     """
 
     def __init__(self, engine_dir: Path, settings: Settings, metrics: Metrics) -> None:
-        self._llm = AsyncLLM(engine_dir, threads=settings.threads, max_waiting=settings.max_queue)
+        self._metrics = metrics
+        self._llm = AsyncLLM(
+            engine_dir, threads=settings.threads, max_waiting=settings.max_queue, on_finished=self._count
+        )
         self._llm.core.maker.grammars.isolated = True
         self._layout = settings.layout
-        self._metrics = metrics
         self._jobs: set[_Job] = set()  # of the loop
         self._closed = False
         self._lock = threading.Lock()  # a request is begun before the service closes, or refused
@@ -284,8 +276,9 @@ class Service:
         except asyncio.CancelledError:
             self._finish(reply, job.ended_by)
         except TimeoutError:
-            timeout, tokens = 1000 * (call.timeout_s or 0), job.counted["vllm:generation_tokens_total"]
-            self._finish(reply, "timeout", f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens")
+            timeout_ms = 1000 * (call.timeout_s or 0)
+            passed = f"the request's timeout of {timeout_ms:.0f} ms passed after {job.tokens} tokens"
+            self._finish(reply, "timeout", passed)
         except (UsageError, MissingDependency) as error:
             self._finish(reply, "refused", error)
         except QueueFull as error:
@@ -299,22 +292,18 @@ class Service:
 
     async def _forward(self, job: _Job) -> str:
         """Send the request's responses; returns the outcome."""
-        call, responder = job.call, Responder(job.call, self._layout)
+        call = job.call
         whole: RequestOutput | None = None
         if call.params.structured is not None:  # compiling takes its time, which others should not wait
             await asyncio.to_thread(self._llm.core.maker.grammars.check, call.params.structured)
         with self._llm.submit(call.prompt, call.params) as submission:
             async for part in submission:
-                whole = part if whole is None or call.stream else whole.joined(part)
-                grown = job.progress(part)
+                whole = part if whole is None else whole.joined(part)
+                job.tokens = part.metrics.output_tokens
                 if call.stream or part.finished:
-                    job.reply.send(responder.arrays(whole), final=part.finished)
-                    grown[RESPONSES] = 1
-                self._metrics.add(**grown)
+                    arrays = response(call, self._layout, part if call.stream else whole, whole)
+                    job.reply.send(arrays, final=part.finished)
         assert whole is not None, "a request's last part always arrives"
-        self._metrics.observe(
-            (name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.observations(whole.metrics)
-        )
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
     async def _watch(self) -> None:
@@ -334,6 +323,9 @@ class Service:
 
     # On any thread.
 
+    def _count(self, request: Request) -> None:
+        self._metrics.count(merge(sequence.metrics for sequence in request.sequences))
+
     def _look_after(self, jobs: list[_Job]) -> list[_Job]:
         """Flush the metrics; returns the jobs whose clients have gone. Both wait for the server."""
         self._flush()
@@ -345,7 +337,7 @@ class Service:
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
         """Count a request that ended, and send its error, without a traceback or path of this machine, where it did not
         end with a response."""
-        self._metrics.add(**{outcome: 1})
+        self._metrics.count_outcome(outcome)
         if outcome not in _CODES:
             return
         try:

@@ -14,7 +14,7 @@ from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.check.run import engine_cases
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
-from ddtree_trt.runtime.decoding.routing import choose_route
+from ddtree_trt.runtime.decoding.routing import request_host_reason
 from ddtree_trt.runtime.engines.base import Draft
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import chain
@@ -121,11 +121,11 @@ def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name
     value, honoured = FIELDS[name]
     options = {"method": "ddtree", "tree_budget": 16, "temperature": temperature}
     params = SamplingParams(**{**options, name: value})
-    why = choose_route("auto", engine, params).host_reason
+    why = request_host_reason("auto", engine, params)
     if honoured == "always" or (honoured == "greedy" and not params.stochastic):
         assert why is None
         return
     expected = f"{name} works on logits, which stay on the device"
     assert why == expected
     with pytest.raises(UsageError, match=f"device_rounds is on, but {expected}; use auto or off"):
-        choose_route("on", engine, params)
+        request_host_reason("on", engine, params)

@@ -20,7 +20,6 @@ from ddtree_trt.runtime.tree import (
     chain_parents,
     compile_tree,
     descend,
-    walk,
 )
 
 LOG_PROBS = np.log([[0.6, 0.32, 0.08], [0.5, 0.4, 0.1]])
@@ -113,7 +112,8 @@ def test_compiled_tree_has_the_root_on_top(tree: DraftTree, root: int) -> None:
 @settings(max_examples=300)
 def test_walk_and_descend_follow_the_choices(tree: DraftTree, choices: list[int]) -> None:
     expected = follow(tree, choices)
-    assert walk(tree, np.array(choices[: len(tree) + 1])).tolist() == expected
+    found = _native.walk(tree.parents, tree.token_ids, np.array(choices[: len(tree) + 1]))
+    assert found.tolist() == expected
     asked: list[int] = []
 
     def choose(node: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,7 @@ from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core as core_module
-from ddtree_trt.runtime.core import EngineCore, assemble_core
-from ddtree_trt.runtime.decoding.routing import Route
-from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.core import EngineCore, open_core
 from ddtree_trt.runtime.params import SamplingParams
 
 PROMPT = [1, 2, 3, 4, 5, 0, 5, 4, 3, 2, 1, 0]
@@ -47,10 +46,10 @@ def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(core_module, "load_or_measure", measure)
     monkeypatch.setattr(core_module, "TextCodec", Codec)
-    assemble_core(tmp_path, engine)
+    open_core(tmp_path, engine=engine)
     assert measured == [(tmp_path, engine)]
     with pytest.raises(UsageError, match="device_rounds is on, but the onnxruntime backend"):
-        assemble_core(tmp_path, engine, EngineOptions(device_rounds="on"))
+        open_core(tmp_path, engine=engine, device_rounds="on")
     assert len(measured) == 1, "what is refused anyhow is not measured for"
 
 
@@ -64,23 +63,10 @@ def test_a_request_cancelled_before_it_is_added_never_runs() -> None:
     assert engine.calls == []
 
 
-class Rounds:
-    """Rounds of a GPU, for as long as it is there."""
-
-    by_default = True
-
-
-def test_a_route_is_chosen_once_for_a_request() -> None:
-    """Its sequences keep it whatever the engine says later, and its metrics copy it."""
-    engine = make_engine()
+@pytest.mark.parametrize(("gpu", "reason"), [(True, None), (False, "there is no GPU")])
+def test_metrics_say_where_rounds_run(gpu: bool, reason: str | None) -> None:
+    engine: Any = make_engine()
     engine.manifest = dataclasses.replace(engine.manifest, backend="torch")
-    rounds = Rounds()
-    engine.rounds = rounds  # type: ignore[assignment]
-    core, params = make_core(engine), SamplingParams(max_tokens=6, n=2, tree_budget=8)
-    before = core.maker.make(PROMPT, params)
-    rounds.by_default = False
-    after = core.maker.make(PROMPT, params)
-    for request, reason in ((before, None), (after, "there is no GPU")):
-        assert [sequence.route for sequence in request.sequences] == [Route(reason)] * 2
-        metrics = request.output().metrics
-        assert (metrics.on_device, metrics.why_host) == (reason is None, reason)
+    engine.rounds = SimpleNamespace(by_default=gpu)
+    metrics = make_core(engine).maker.make(PROMPT, SamplingParams(n=2, tree_budget=8)).output().metrics
+    assert (metrics.on_device, metrics.why_host) == (gpu, reason)

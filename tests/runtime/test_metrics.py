@@ -31,10 +31,11 @@ KINDS: dict[str, tuple[MetricSpec, str]] = {
     for kind, rows in (("counter", COUNTERS), ("counter", POSITIONS), ("histogram", HISTOGRAMS), ("gauge", GAUGES))
     for row in rows
 }
-ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, cache_usage=0.25, failed=True)
+SCHEDULER = SimpleNamespace(cache_usage=0.25)
+ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, failed=True, core=SimpleNamespace(scheduler=SCHEDULER))
 # What each publishes beside the table.
 HTTP_ALONE = {"vllm:request_success_total", "ddtree_requests_refused_total"}
-TRITON_ALONE = {triton.REQUESTS, triton.RESPONSES}
+TRITON_ALONE = {triton.REQUESTS}
 
 
 class Family:
@@ -99,11 +100,7 @@ def families() -> dict[str, Family]:
         made: ClassVar[dict[str, Family]] = {}
 
     metrics = triton.Metrics(Own, {})
-    whole = merge(PARTS)
-    metrics.add(**{name: row.read(whole) for name, row in triton.REQUEST_COUNTERS.items()})
-    metrics.observe(
-        (name, value) for name, row in triton.REQUEST_HISTOGRAMS.items() for value in row.observations(whole)
-    )
+    metrics.count(merge(PARTS))
     metrics.flush({name: row.read(ENGINE) for name, row in triton.ENGINE_GAUGES.items()})
     return Own.made
 

@@ -123,7 +123,6 @@ def test_metrics_add_up(instance: Instance) -> None:
     eventually(instance, length=before["length"] + 1, **{"vllm:num_requests_running": 0})
     grown, last = {name: value - before[name] for name, value in instance.metrics.items()}, responses[-1].arrays
     assert grown["vllm:generation_tokens_total"] == 50
-    assert grown["ddtree_responses_total"] == len(responses)
     assert grown["vllm:spec_decode_num_draft_tokens_total"] == last["total_draft_tokens"].item()
     accepted, rounds = grown["vllm:spec_decode_num_accepted_tokens_total"], grown["ddtree_rounds_total"]
     assert accepted == last["total_accepted_draft_tokens"].item()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddtree_trt import _native
 from ddtree_trt.runtime.core import EngineCore
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
@@ -19,7 +20,7 @@ from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
+from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree
 from workbench.host import TOKENIZER
 
 
@@ -61,7 +62,7 @@ class HostRounds:
             request = VerifyRequest(0, compile_tree(bonus, tree))
         with self.clock("verify"):
             (verdict,) = engine.verify([request])
-            path = walk(tree, verdict.choices)
+            path = _native.walk(tree.parents, tree.token_ids, verdict.choices)
         with self.clock("commit"):
             engine.commit(0, path, taps=self.budget > 0)
         return verdict.choices[path].tolist()

@@ -111,8 +111,7 @@ class _SlotRound(_Part):
         return DraftRequest(self.slot, self.root_token, k, length, s.sampler.draft)
 
     def propose(self, draft: Draft) -> None:
-        """Make the tree, of what the constraint of the output allows: of a tree that was not drawn as much as may be
-        verified, for which more is drafted."""
+        """Make the tree, of what the constraint of the output allows: for as large a tree more is drafted."""
         s = self.sequence
         constrained = s.sampler.constrained
         nodes = with_spare(self.ceiling) if constrained and not s.method.draws else self.ceiling
@@ -182,13 +181,17 @@ def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
 def decode_round(
     engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: Iterable[PromptChunk] = ()
 ) -> None:
-    """Advance sequences by one round, in the same passes: on the device if all can be, else by stages, since a second
-    pass over the weights takes longer. Each holds a slot and has a bonus token that is not yet in the cache. `chunks`:
-    prompts of other slots, advanced in the same pass of an engine that mixes them with trees."""
+    """Advance sequences by one round, in the same passes: on the device if all can be, else by stages. Each holds a
+    slot and has a bonus token that is not yet in the cache. `chunks`: prompts of other slots, advanced in the same pass
+    of an engine that mixes them with trees."""
     rounds, chunks = engine.rounds, list(chunks)
     if rounds is not None and sequences and all(map(_ON_DEVICE, sequences)):
         with clock(DEVICE_ROUND):
-            _round_on_device(engine, rounds, sequences)
+            done = 0
+            while not done:  # sequences that have left may have been alone in a round
+                while rounds.ahead < AHEAD and _launch(engine, rounds, sequences):
+                    pass
+                done = _read(engine, rounds)
         return
     if rounds is not None and rounds.ahead:
         with clock(DEVICE_ROUND):
@@ -199,39 +202,19 @@ def decode_round(
         _round_by_stages(engine, sequences, clock, chunks)
 
 
-def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
-    """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
-    slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-    inputs = []
-    for part in slot_rounds:
-        s = part.sequence
-        unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
-        inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
-    budgets = RoundPlan(inputs)
-    for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
-        part.ceiling = ceiling
-    return slot_rounds, budgets
-
-
-def _round_on_device(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> None:
-    """Launch what may be launched, and emit the tokens of the oldest round under way."""
-    done = 0
-    while not done:  # sequences that have left may have been alone in a round
-        while rounds.ahead < AHEAD and _launch(engine, rounds, sequences):
-            pass
-        done = _read(engine, rounds)
+def _slot_input(engine: Engine, s: Sequence, slot: int, ahead: int = 0) -> SlotInput:
+    """`ahead`: rounds of the slot that are under way, each of which makes a token at least."""
+    unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
+    return SlotInput(s.budget, engine.length(slot), s.max_tokens - len(s.output) - ahead, s.drafts, unseen)
 
 
 def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> bool:
-    """Begin a round of all sequences that go on behind those under way; False if there are none. Automatic budgets are
-    chosen by what the rounds read so far have shown."""
+    """Begin a round of all sequences that go on behind those under way; False if there are none."""
     slots = [s.slot for s in sequences if s.slot is not None]  # all have one
     inputs, going = [], []
     for s, slot, ahead in zip(sequences, slots, rounds.launchable(slots), strict=True):
-        left = s.max_tokens - len(s.output) - ahead  # a round makes a token at least
-        if left > 0 <= ahead:
-            unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
-            inputs.append(SlotInput(s.budget, engine.length(slot), left, s.drafts, unseen))
+        if ahead >= 0 and (slot_input := _slot_input(engine, s, slot, ahead)).left > 0:
+            inputs.append(slot_input)
             going.append((s, slot))
     if not going:
         return False
@@ -287,7 +270,10 @@ def _take(engine: Engine, result: RoundResult) -> None:
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: list[PromptChunk]) -> None:
     start = time.perf_counter()
     with clock("draft"):
-        slot_rounds, budgets = _by_slot(engine, sequences)
+        slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
+        budgets = RoundPlan([_slot_input(engine, part.sequence, part.slot) for part in slot_rounds])
+        for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
+            part.ceiling = ceiling
         drafting = [part for part in slot_rounds if part.ceiling > 0]
         drafts = engine.draft([part.draft_request() for part in drafting])
     drafted = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
@@ -44,22 +45,16 @@ def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
 def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Proposal:
     """The most probable prefixes. Of a drafter by levels they are EAGLE-2's reranked tree (arXiv 2406.16858): all its
     candidates compete, and none is more probable than the one it extends."""
-    from ddtree_trt.runtime.tree import DraftTree
+    from ddtree_trt.runtime.tree import best_tree
 
-    return Proposal(DraftTree(*draft.candidates.best_first(budget, width=width)))
-
-
-def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    return _tree(draft, budget, draw, width=1)
+    return Proposal(best_tree(draft.candidates, budget, width=width))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
     """A chain of which each token is drawn from its candidates' probabilities given the ones drawn before it."""
     from ddtree_trt.runtime.tree import chain
 
-    drawn = draft.drawn
-    if drawn is None:
-        drawn = tuple(_draws(draft.candidates, budget, draw))
+    drawn = tuple(_draws(draft.candidates, budget, draw)) if draft.drawn is None else draft.drawn
     return Proposal(chain([d.token for d in drawn]), drawn)
 
 
@@ -124,14 +119,9 @@ DFLASH = Method(
     name="dflash",
     makes="the chain of the block's most probable tokens",
     drafted="block",
-    propose=_most_probable_chain,
+    propose=partial(_tree, width=1),
 )
-AUTOREGRESSIVE = Method(
-    name="ar",
-    makes="none: plain autoregressive decoding",
-    drafted=None,
-    propose=_nothing,
-)
+AUTOREGRESSIVE = Method(name="ar", makes="none: plain autoregressive decoding", drafted=None, propose=_nothing)
 DFLASH_SAMPLE = Method(
     name="dflash-sample",
     makes="a chain drawn from the drafter",

@@ -18,7 +18,6 @@ from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
-from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DeviceRounds, Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
@@ -244,7 +243,7 @@ def completion(
             keep_stop=params.include_stop_str_in_output,
         ),
         budget=FixedBudget(budget),
-        route=Route("a scripted engine has no rounds of its own"),
+        why_host="a scripted engine has no rounds of its own",
     )
 
 
