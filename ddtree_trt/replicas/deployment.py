@@ -43,7 +43,7 @@ _CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minut
 
 @contextmanager
 def starting(what: str) -> Iterator[None]:
-    """The block starts `what`. Raises EngineError where Ray fails in it, of which Ray's errors have no common class."""
+    """The block starts `what`. Raises EngineError where Ray fails in it."""
     try:
         yield
     except DDTreeError:
@@ -58,9 +58,9 @@ def starting(what: str) -> Iterator[None]:
 
 @contextmanager
 def connected() -> Iterator[bool]:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, else start one here that ends with
-    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case. Raises UsageError when
-    nothing answers at RAY_ADDRESS, EngineError when Ray does not start."""
+    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine; else, and for the address `local`,
+    start one here that ends with the block. Yields whether it was started here. Raises UsageError when nothing answers
+    at RAY_ADDRESS, EngineError when Ray does not start."""
     if ray.is_initialized():
         yield False
         return
@@ -88,11 +88,8 @@ def connected() -> Iterator[bool]:
 def resources_per_replica(
     backend: str, replicas: ReplicaOptions, ranks: int = 1, *, check: bool = False
 ) -> tuple[float, float]:
-    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine.
-
-    With `check`, for a cluster that does not grow, raises UsageError where it has no room for as many replicas as there
-    may be.
-    """
+    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine. With
+    `check`, for a cluster that does not grow, raises UsageError where there is no room for them."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
     gpus, place = replicas.gpus_per_replica, BACKENDS[backend].place
@@ -310,8 +307,7 @@ def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> D
 
 
 async def _serve_until_signals(ready: str, engines: DeploymentHandle[object], drain_timeout_s: float) -> None:
-    """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
-    ends them."""
+    """Wait for a signal, then until the requests under way have finished; a second signal ends them."""
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)

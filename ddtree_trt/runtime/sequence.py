@@ -72,8 +72,8 @@ class Sequence:
         return self.finish_reason is None
 
     def extend(self, tokens: list[int], rows: Iterable[Row] | None = None) -> int:
-        """Emit tokens until the sequence ends; returns how many were emitted. `rows`: those of logits [V] that they
-        were chosen from, of which none is read where no log-probabilities are wanted."""
+        """Emit tokens until the sequence ends; returns how many were emitted. `rows`: of logits [V] they were chosen
+        from; none is read where no log-probabilities are wanted."""
         params, metrics, sampler, output = self.params, self.metrics, self.sampler, self.output
         before = len(output)
         size = min(len(tokens), self.max_tokens - before)
@@ -95,9 +95,8 @@ class Sequence:
             self.stream.push(said[:early], may_stop=False)
             if stop := self.stream.push(said[early:]):
                 size, kept, self._silent, reason, why = stop.tokens - before, stop.kept, 0, "stop", stop.text
-        metrics.last_token_s = time.perf_counter()
-        if not before:
-            metrics.first_token_s = metrics.last_token_s
+        metrics.last_token_s = now = time.perf_counter()
+        metrics.first_token_s = metrics.first_token_s or now
         if params.logprobs is not None and rows is not None:
             pairs = zip(tokens[:size], rows, strict=False)
             self.logprobs += [logprob(row, token, params.logprobs) for token, row in pairs]
@@ -130,8 +129,7 @@ class Sequence:
         return self._output(self.echo, (0, 0), self._settled(self.released), self.released)
 
     def _settled(self, ended: bool) -> tuple[int, int]:
-        """Counts of characters and tokens that no later stop string can remove. Text is made here, but where stop
-        strings are looked for."""
+        """Counts of characters and tokens that no later stop string can remove."""
         stream, count = self.stream, len(self.output)
         if not self.params.stop:
             stream.push(self.output[len(stream.tokens) : count - self._silent])

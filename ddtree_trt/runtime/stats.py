@@ -32,8 +32,7 @@ class StageClock:
     """Seconds spent in each stage since the last `take`. Stages do not nest."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """`synchronize` waits until the engine's device is idle, after each of the engine's stages: so their times are
-        exact. Without it, work that a stage leaves on the device is timed in the next stage that waits."""
+        """`synchronize` waits until the engine's device is idle, after each of its stages, whose times so are exact."""
         self._synchronize = synchronize
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._stage = ""
@@ -80,11 +79,6 @@ class AutomaticRounds:
             self.committed_tokens += tokens
             self.expected_s += decision.expected_s
             self.single_token_s += decision.single_token_s
-
-    @classmethod
-    def total(cls, parts: Iterable[AutomaticRounds]) -> AutomaticRounds:
-        """The sums of several; of none, zeros."""
-        return cls(*(sum(values) for values in zip(*map(astuple, parts), strict=True)))
 
     @property
     def expected_gain(self) -> float | None:
@@ -196,13 +190,10 @@ class RequestMetrics:
         return [sum(a > d for a in lengths) for d in range(1, max(lengths, default=1))]
 
     def accepted_histogram(self, longest: int) -> list[int]:
-        """Rounds that verified draft nodes, by the number of them accepted, the bonus token not counted: item j counts
-        the rounds that accepted j. It has 1 + `longest` items, or more where a round accepted more."""
-        accepted = [tokens - 1 for tokens, nodes, _ in self.history if nodes]
-        counts = [0] * (1 + max(longest, *accepted, 0))
-        for count in accepted:
-            counts[count] += 1
-        return counts
+        """How many rounds with draft nodes accepted 0, 1, … of them: 1 + `longest` items, or more where one accepted
+        more."""
+        counts = Counter(tokens - 1 for tokens, nodes, _ in self.history if nodes)
+        return [counts[accepted] for accepted in range(1 + max(longest, *counts, 0))]
 
     queue_time_s = _span("arrival_s", "scheduled_s", "From the request's arrival until it got a slot.")
     prefill_time_s = _span("scheduled_s", "first_token_s", "From getting a slot to the first token.")
@@ -251,6 +242,6 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         first_token_s=min(known("first_token_s"), default=None),
         last_token_s=max(known("last_token_s"), default=None),
         parts=tuple(parts),
-        automatic=AutomaticRounds.total(p.automatic for p in parts),
+        automatic=AutomaticRounds(*map(sum, zip(*(astuple(p.automatic) for p in parts), strict=True))),
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
     )

@@ -1,8 +1,7 @@
 """The two layouts of the exported model: the tensors that it declares, with their types and their use.
 
 An input either sets a sampling parameter, and is then made from the table in `runtime/params.py`, or is read by
-`requests` under its name, or takes values without effect only. The order is that of `config.pbtxt`. The server refuses
-what is not declared.
+`requests` under its name, or takes values without effect only. The server refuses what is not declared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -88,19 +87,14 @@ def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
 
 
 _COUNTS = ("num_input_tokens", "num_output_tokens")
-# Parameters with a separate place in TensorRT-LLM's order; all others that have a tensor stand together.
-_PLACED = ("n", "max_tokens", "min_tokens", "stop", "tree_budget")
 _TRTLLM = (
     Tensor("text_input", "STRING", optional=False),
-    *_sets("max_tokens", "min_tokens"),
     Tensor("stream", "BOOL"),
     Tensor("exclude_input_in_output", "BOOL"),
-    *_sets("stop"),
+    *_sets(*(name for name in PARAMETERS if name != "n")),
+    *_sets("n", bare=True),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),  # has no effect: nothing is padded here
-    *_sets(*(name for name in PARAMETERS if name not in _PLACED)),
-    *_sets("n", bare=True),
-    *_sets("tree_budget"),
     *(Tensor(f"return_{name}", "BOOL", bare=True) for name in ("log_probs", *_COUNTS, "perf_metrics")),
     Tensor("guided_decoding_guide_type", "STRING"),
     Tensor("guided_decoding_guide", "STRING"),

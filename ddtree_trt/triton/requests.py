@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import UsageError, check_range, shown
 from ddtree_trt.reading import Source, parse_json
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -88,9 +88,7 @@ def parse(
         raise UsageError("exclude_input_in_output=false needs stream=false: a stream holds the completion only")
     given = {k: v for k, v in parameters.items() if k not in _RESERVED and not k.startswith("triton_")}
     timeout_us = given.pop("timeout", timeout_us)
-    if type(timeout_us) is not int or not 0 <= timeout_us <= _LONGEST_US:
-        limits = f"a whole number from 0 to {_LONGEST_US}"
-        raise UsageError(f"timeout must be microseconds, {limits}, not {shown(timeout_us)}")
+    check_range("timeout, in microseconds,", timeout_us, 0, _LONGEST_US)
     log_probs = any(_scalar(inputs, name, False) for name in _LOG_PROBS)
     if requested == declared:  # without the optional ones, where the client has listed none
         switches = _SWITCHES if log_probs else {**_SWITCHES, layout.cum_log_probs: "", layout.log_probs: ""}

@@ -211,7 +211,7 @@ def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:
         pytest.param("[" * 100_000, "no JSON", id="deep"),
         ({"text": "x"}, "either messages or prompt"),
         ({"prompt": "x", "stream": True}, "stream cannot be had"),
-        ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "url must be"),
+        ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "either messages or prompt, or a body with the url"),
         ({"prompt": "x", "custom_id": "1"}, "that of an earlier line"),
     ],
 )

@@ -21,7 +21,7 @@ from ddtree_trt.runtime.metric_table import (
     POSITIONS,
     MetricSpec,
 )
-from ddtree_trt.runtime.stats import AutomaticRounds, RequestMetrics, merge
+from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import service as triton
 
@@ -177,7 +177,6 @@ def test_reasons_of_budgets_are_summed_and_copied() -> None:
     assert alone.acceptance_lengths == [3, 1] and part.acceptance_lengths == [3, 1, 1]
     assert alone._history is part._history, "a part copies no list that grows with the rounds"
     assert whole.acceptance_lengths == [3, 1, 2, 1, 1] and whole.budgets == [8, 0, 8, 8, 0]
-    assert AutomaticRounds.total([]).expected_gain is None
 
 
 @pytest.mark.parametrize(

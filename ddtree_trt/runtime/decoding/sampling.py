@@ -1,10 +1,9 @@
 """Choosing tokens from the target's logits, along the walk only.
 
-A sampler serves one sequence. A token is drawn by noise that belongs to its position and id (`noise.py`), so the
-emitted tokens depend on the target's logits, the parameters and the seed, but not on which trees were drafted: with one
-seed `ar`, `dflash` and `ddtree` give the same text, except where two tokens are within rounding of each other. That
-sampling from the target and testing membership in the tree preserves the distribution is trivial: every emitted token
-is a draw from the target.
+A token is drawn by noise that belongs to its position and id (`noise.py`), so the emitted tokens depend on the target's
+logits, the parameters and the seed, but not on which trees were drafted: with one seed `ar`, `dflash` and `ddtree` give
+the same text, except where two tokens are within rounding of each other. That the distribution is preserved is trivial:
+every emitted token is a draw from the target.
 """
 
 import math
@@ -29,8 +28,7 @@ _NOT_FINITE = (
 
 
 class Sampler:
-    """Chooses the tokens of one sequence from logits. `observe` changes it and must get every emitted token in
-    order."""
+    """Chooses the tokens of one sequence from logits. `observe` must get every emitted token in order."""
 
     def __init__(
         self,
@@ -138,8 +136,7 @@ class Sampler:
         if self.noise.keeps(self._position, p[drawn.token], q):
             return drawn.token
         p[drawn.candidates] -= drawn.probs
-        residual = np.maximum(p, 0, out=p)
-        token = self.noise.residual(self._position, residual)
+        token = self.noise.residual(self._position, np.maximum(p, 0, out=p))
         return drawn.token if token < 0 else token  # no residual: p and q differ by rounding only
 
     def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
