@@ -139,7 +139,7 @@ def _request(line: str, number: int, seed: int) -> OfflineRequest:
     custom_id, body = row.pop("custom_id", str(number)), row.get("body", row)
     if not isinstance(custom_id, str) or not isinstance(body, dict):
         raise UsageError(f"custom_id must be a text and body an object, not {shown(custom_id)} and {shown(body)}")
-    urls = [url for field, url in _URLS.items() if field in row] if body is row else [row.get("url")]
+    urls: list[Any] = [url for field, url in _URLS.items() if field in row] if body is row else [row.get("url")]
     if len(urls) != 1 or urls[0] not in _URLS.values():
         either, known = " or ".join(_URLS), " or ".join(_URLS.values())
         raise UsageError(f"either {either}, or a body with the url {known} is expected, not {shown(row)}")
