@@ -111,27 +111,16 @@ pytest.importorskip("mkdocstrings", reason="the extra [docs] is not installed")
 NOT_INSTALLED = ("fastapi", "gguf", "httpx", "hypothesis", "llguidance", "openai", "prometheus_client", "ray", "torch")
 
 
-def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site with the packages of the extra [docs] alone."""
-    absent = site.parent / "absent"
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    absent, site = tmp_path / "absent", tmp_path / "site"
     absent.mkdir()
     for name in NOT_INSTALLED:
         (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')\n", encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(absent)}
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    site = tmp_path_factory.mktemp("docs") / "site"
-    done = build(ROOT, site)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    return site
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(site: Path) -> None:
     command_line = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     for name in ("ddtree-trt run", "ddtree-trt bench", "--tree-budget", "--list-examples"):
         assert name in command_line

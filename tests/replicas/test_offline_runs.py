@@ -91,11 +91,7 @@ def test_a_run_that_an_engine_s_failure_ended_is_gone_on_with(
 
 
 def test_a_killed_run_is_gone_on_with_by_the_same_command(
-    tiny_engine: Path,
-    source: Path,
-    expected: list[tuple[str, str]],
-    tmp_path: Path,
-    cli: Cli,
+    tiny_engine: Path, source: Path, expected: list[tuple[str, str]], tmp_path: Path, cli: Cli
 ) -> None:
     """Killed as soon as an answer is there: none is lost, and none is there twice."""
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
@@ -138,9 +134,8 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
 
 def test_a_place_that_cannot_be_written_is_said_without_talk_of_space(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DDTreeError, match=r"Not a directory|File exists") as caught:
+    with pytest.raises(DDTreeError, match=r"(Not a directory|File exists); choose another --output-file$"):
         offline._Answers(tmp_path / "file" / "out.jsonl", {"run": 1})
-    assert str(caught.value).endswith("; choose another --output-file")
 
 
 class _Full:
@@ -160,8 +155,6 @@ def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, c
     (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     message = row["response"]["body"]["choices"][0]["message"]
     assert message["reasoning_content"] and message["content"] is None
-    code, _, error = cli(*words, "-o", tmp_path / "other.jsonl", "--tool-parser", "x")
-    assert code == 2 and error.startswith("error: tool_parser must be one of auto, none, hermes, ")
 
 
 def written(folder: Path, *lines: object) -> Path:

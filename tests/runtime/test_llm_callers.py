@@ -76,19 +76,6 @@ def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
         assert "in use by a call that has not returned; use AsyncLLM" in str(error)
 
 
-def test_a_stream_may_be_read_on_by_another_thread(llm: LLM) -> None:
-    """As web frameworks read iterators: every part on whichever thread of a pool is free."""
-    whole = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
-    stream = llm.stream(PROMPT, SHORT)
-    tokens: list[int] = []
-    for number in itertools.count():
-        part = on_thread(f"pool-{number}", lambda: next(stream, None))
-        if part is None:
-            break
-        tokens += part.outputs[0].token_ids
-    assert tokens == whole
-
-
 def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
     expected = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
     outcomes: list[Any] = []

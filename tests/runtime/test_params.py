@@ -20,7 +20,6 @@ from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.triton.layouts import TRTLLM, VLLM
 from tools.documents import parameter_table as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,14 +157,6 @@ def test_bodies_have_the_fields(endpoint: Any) -> None:
     assert {name: getattr(found, name) for name in taken} == {name: another(PARAMETERS[name])[1] for name in taken}
     assert body.model_validate(BODY[endpoint] | dict.fromkeys(taken.values(), None)).sampling() == {}
     assert PARAMETERS["logprobs"].http_name("chat") == "top_logprobs"
-
-
-def test_tensors_are_those_of_the_table() -> None:
-    rows = [row for row in TRTLLM.inputs.values() if row.field is not None]
-    assert {tensor: row.name for row in PARAMETERS.values() for tensor in row.tensors} == {
-        row.name: row.field for row in rows
-    }
-    assert not [row for row in VLLM.inputs.values() if row.field], "its parameters come in sampling_parameters"
 
 
 def test_options_are_handed_over_under_the_names_of_the_fields() -> None:

@@ -4,7 +4,6 @@ The target is a table or a list of tokens to say, the drafter anything from the 
 enemy. The engine checks what the loop asks of it, spoils what it lent out at its next pass, and logs every call.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -81,10 +80,6 @@ class ScriptedEngine:
 
     def unseen(self, slot: int) -> int:
         return 0
-
-    def held(self, slot: int) -> list[int]:
-        """The tokens in the slot's cache."""
-        return list(self._slots[slot].tokens)
 
     def restorable(self, slot: int, length: int) -> int:
         return length
@@ -263,7 +258,3 @@ def generate(engine: ScriptedEngine, prompt: Sequence[int], params: SamplingPara
     completions = [completion(engine, prompt, params, index=i) for i in range(batch)]
     finish(Scheduler(engine), completions)
     return [c.output for c in completions]
-
-
-def verbs(engine: ScriptedEngine) -> Counter[str]:
-    return Counter(call.verb for call in engine.calls)

@@ -93,7 +93,7 @@ class Replicas(ProcessServer):
             before = self._tokens()
             body, headers = {"prompt": "x", "max_tokens": 1}, {"X-Session-Id": str(number)}
             httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S).raise_for_status()
-            wait_for(partial(self._any_moved, before))
+            wait_for(partial(self._moved, before))
             (moved,) = self._moved(before)
             if moved != other_than:
                 return str(number), moved
@@ -101,9 +101,6 @@ class Replicas(ProcessServer):
 
     def _tokens(self) -> dict[str, float]:
         return {name: figures["vllm:generation_tokens_total"] for name, figures in self.figures().items()}
-
-    def _any_moved(self, before: dict[str, float]) -> bool:
-        return bool(self._moved(before))
 
     def _moved(self, before: dict[str, float]) -> list[str]:
         """The engines that have finished requests since."""

@@ -3,17 +3,16 @@
 import http.client
 import json
 import queue
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from pacing import WAIT_S, wait_for
 
 from tools.triton_server import TritonServer
 
-WAIT_S = 120.0  # a guard against hangs
 # Slow on purpose: one token a round, and no end before the last token.
 LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
 
@@ -123,9 +122,7 @@ def text(responses: list[dict[str, Any]]) -> str:
 
 
 def _first(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    item = value[0]
+    item = value if isinstance(value, str) else value[0]
     return item.decode() if isinstance(item, bytes) else item
 
 
@@ -137,20 +134,12 @@ def metric(server: TritonServer, name: str, model: str, **labels: str) -> float:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes true in time."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    """True, once the condition is."""
+    wait_for(condition)
     return True
 
 
 def idle(server: TritonServer, model: str) -> bool:
     """Whether no sequence of the model holds a slot or waits for one."""
-    return eventually(
-        lambda: (
-            metric(server, "vllm:num_requests_running", model) == 0
-            and metric(server, "vllm:num_requests_waiting", model) == 0
-        )
-    )
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return eventually(lambda: not any(metric(server, name, model) for name in names))
