@@ -67,8 +67,6 @@ class AutomaticRounds:
     probes: int = 0  # drafted only to see whether drafting pays again
     expected_tokens: float = 0.0  # each round's last token, which was not drafted, included
     committed_tokens: int = 0
-    expected_s: float = 0.0  # of a pass with other slots, one's share
-    single_token_s: float = 0.0  # what as many rounds without a draft take
 
     def add(self, decision: Decision, tokens: int) -> None:
         self.rounds += 1
@@ -77,13 +75,6 @@ class AutomaticRounds:
             self.probes += decision.probe
             self.expected_tokens += decision.expected_tokens
             self.committed_tokens += tokens
-            self.expected_s += decision.expected_s
-            self.single_token_s += decision.single_token_s
-
-    @property
-    def expected_gain(self) -> float | None:
-        """Expected tokens per second of rounds with a draft, relative to those without; None where there were none."""
-        return self.expected_tokens / self.drafted * self.single_token_s / self.expected_s if self.drafted else None
 
 
 def _span(start: str, end: str, meaning: str) -> property:
@@ -220,7 +211,7 @@ class RequestMetrics:
         return {
             **{name: getattr(self, name) for name in _SHOWN},
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
-            "automatic": {**asdict(self.automatic), "expected_gain": self.automatic.expected_gain},
+            "automatic": asdict(self.automatic),
         }
 
 

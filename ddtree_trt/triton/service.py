@@ -1,7 +1,7 @@
 """The engine behind one model instance: requests in, responses out, many at a time; and its metrics.
 
 Two threads besides the server's: the engine's worker, and an event loop on which every request is a task that forwards
-its parts. One task more ends cancelled requests and flushes the metrics; it sleeps while there are no requests.
+its parts. One task more ends cancelled requests and flushes the metrics, 20 times a second.
 
 The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests add
 to plain numbers, and one lock guards the flush, whose exchange with the server takes about 30 µs per metric.
@@ -58,6 +58,7 @@ class Metrics:
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()
         self._observed: list[tuple[str, float]] = []
+        self._gauges: Mapping[str, float] = {}  # as they were set last
         self._adding, self._flushing = threading.Lock(), threading.Lock()
 
         def made(kind: Any, name: str, text: str) -> Any:
@@ -87,7 +88,7 @@ class Metrics:
             self._pending[outcome] += 1
 
     def flush(self, gauges: Mapping[str, float]) -> None:
-        """Pass the amounts added since the last flush to the server, and set the gauges."""
+        """Pass what has changed since the last flush to the server."""
         with self._adding:
             pending, self._pending = self._pending, Counter()
             observed, self._observed = self._observed, []
@@ -97,8 +98,9 @@ class Metrics:
                     self._metrics[name].increment(amount)
             for name, value in observed:
                 self._metrics[name].observe(value)
-            for name, value in gauges.items():
+            for name, value in gauges.items() - self._gauges.items():
                 self._metrics[name].set(value)
+            self._gauges = gauges
 
     def close(self) -> None:
         """Release the metrics, before their families."""
@@ -217,7 +219,6 @@ class Service:
         self._lock = threading.Lock()  # a request is begun before the service closes, or refused
         self._loop = asyncio.new_event_loop()
         self._forwarder = threading.Thread(target=self._loop.run_forever, name="ddtree-forward", daemon=True)
-        self._busy = asyncio.Event()
         self._watcher = self._loop.create_task(self._watch())
         self._flush()
         self._forwarder.start()
@@ -234,12 +235,10 @@ class Service:
             _log.exception("a request could not be read")
             self._finish(reply, "failed", error)
         with self._lock:
-            if not self._closed:
-                if call is not None:
-                    asyncio.run_coroutine_threadsafe(self._serve(call, reply), self._loop)
-                self._loop.call_soon_threadsafe(self._busy.set)
-                return
-        if call is not None:
+            closed = self._closed
+            if call is not None and not closed:
+                asyncio.run_coroutine_threadsafe(self._serve(call, reply), self._loop)
+        if call is not None and closed:
             self._finish(reply, "shutdown")
 
     def close(self) -> None:
@@ -288,7 +287,6 @@ class Service:
             self._finish(reply, "failed", error)
         finally:
             self._jobs.discard(job)
-            self._busy.set()
 
     async def _forward(self, job: _Job) -> str:
         """Send the request's responses; returns the outcome."""
@@ -308,17 +306,11 @@ class Service:
 
     async def _watch(self) -> None:
         while True:
-            await self._busy.wait()
-            self._busy.clear()
-            jobs = [*self._jobs]
             try:
-                for job in await asyncio.to_thread(self._look_after, jobs):
+                for job in await asyncio.to_thread(self._look_after, [*self._jobs]):
                     job.end("cancelled")
             except Exception:  # later cancellations must still be noticed
                 _log.exception("looking after the requests failed")
-                self._busy.set()
-            if jobs or self._llm.running or self._llm.waiting:  # a cancelled request frees its slot a little later
-                self._busy.set()
             await asyncio.sleep(WATCH_S)
 
     # On any thread.

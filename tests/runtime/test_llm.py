@@ -24,9 +24,8 @@ def test_metrics_say_why_automatic_budgets_drafted(llm: LLM) -> None:
     why = made.automatic
     assert 0 < why.drafted <= why.rounds == made.rounds
     assert why.committed_tokens == sum(made.acceptance_lengths) - (why.rounds - why.drafted)  # the others made one each
-    assert why.expected_tokens > why.drafted and why.expected_s > why.single_token_s > 0
-    assert made.to_dict()["automatic"] == {**dataclasses.asdict(why), "expected_gain": why.expected_gain}
-    assert fixed.automatic.rounds == 0 and fixed.automatic.expected_gain is None
+    assert why.expected_tokens > why.drafted and fixed.automatic.rounds == 0
+    assert made.to_dict()["automatic"] == dataclasses.asdict(why)
 
 
 def test_streams_side_by_side_say_what_generate_says(llm: LLM) -> None:
