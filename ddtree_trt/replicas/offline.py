@@ -224,8 +224,7 @@ def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Ask, Start
 def _engines(
     engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions, requests: int
 ) -> Iterator[dict[Ask, Starting]]:
-    """Engines as Ray's actors, no more than there are requests. One that is lost is started again, and what it had
-    under way with it."""
+    """Engines as Ray's actors, no more than there are requests. One that is lost is started again, with its work."""
     import ray
 
     from ddtree_trt.replicas.deployment import connected, resources_per_replica, threads_of

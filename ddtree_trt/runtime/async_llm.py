@@ -9,7 +9,6 @@ included; nothing is written by both sides. A slow reader finds more in one part
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -140,24 +139,19 @@ class AsyncLLM(Client):
         **fields: Any,
     ) -> None:
         super().__init__(open_core(Path(engine_dir), options, progress=progress, **fields))
+        self.slots = self.core.scheduler.slots  # sequences that can run at a time
         self.max_waiting = max_waiting
         self._on_finished = on_finished
         # The condition guards what follows; the worker waits on it.
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: list[Callable[[], None]] = []
         self._active: dict[str, Submission] = {}
         self._admitted = 0  # sequences submitted and not ended
         self._closing = False
-        self._closed = False
         self.failure: EngineError | None = None  # what stopped the engine for good
         self._cancelled: list[Sequence] = []  # since the last delivery; of the worker
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
-
-    @property
-    def slots(self) -> int:
-        """Sequences that can run at a time."""
-        return self.core.scheduler.slots
 
     @property
     def running(self) -> int:
@@ -229,8 +223,7 @@ class AsyncLLM(Client):
             self._command(partial(self._cancel, submission.request))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix: requests submitted later compute their whole prompts. Running ones are not
-        affected. Raises EngineError after shutdown or failure."""
+        """Forget every cached prefix, as `LLM.reset_prefix_cache`. Raises EngineError after shutdown or failure."""
         self._check_process()
         self._check_alive()
         self._command(self.core.scheduler.reset_prefix_cache)
@@ -242,17 +235,14 @@ class AsyncLLM(Client):
             await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
-        """Cancel everything, stop the worker and release the engine. Unfinished requests end with reason "abort". Does
-        nothing in a forked process."""
+        """Cancel everything, stop the worker and release the engine. Does nothing in a forked process."""
         if self._forked:
             return
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._worker.join()
-        if not self._closed:
-            self._closed = True
-            self.core.close()
+        self.core.close()
 
     def _check_alive(self) -> None:
         if self.failure is not None:
@@ -290,13 +280,12 @@ class AsyncLLM(Client):
         """Run the queued commands and one step, and deliver; returns False when the worker must end."""
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self.core.scheduler.busy or self._closing)
-            commands, self._commands = self._commands, deque()
-            closing, active = self._closing, list(self._active.values()) if self._closing else []
+            commands, self._commands = self._commands, []
+            closing = self._closing
         for command in commands:
             command()
-        if closing:
-            for submission in active:
-                self._cancel(submission.request)
+        for submission in [*self._active.values()] if closing else ():
+            self._cancel(submission.request)
         advanced = [] if closing else self.core.scheduler.step()
         self._deliver(advanced + self._cancelled)
         return not closing
@@ -339,10 +328,9 @@ class AsyncLLM(Client):
             if not request.finished or self._active.get(request.request_id) is not submission:
                 return
             del self._active[request.request_id]
-        if self._on_finished is None:
-            return
         try:
-            self._on_finished(request)
+            if self._on_finished is not None:
+                self._on_finished(request)
         except BaseException:  # SystemExit too: this thread serves all requests
             _log.exception("on_finished failed for request %r", request.request_id)
 

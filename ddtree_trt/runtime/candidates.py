@@ -40,8 +40,7 @@ class Marginals:
 
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
         """The `budget` most probable prefixes of at most `max_depth` tokens, each among the `width` first of its row,
-        in the order the heap pops them. Raises ValueError for shapes that differ, a row that does not fall, NaN or
-        +inf."""
+        as the heap pops them. Raises ValueError for shapes that differ, a row that does not fall, NaN or +inf."""
         return _native.build_tree(_floats(self.log_probs), _ints(self.token_ids), budget, max_depth, width)
 
     def child_log_probs(self, rows: ArrayLike) -> Children:

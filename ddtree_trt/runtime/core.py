@@ -62,8 +62,7 @@ class EngineCore:
                 self.scheduler.cancel(sequence)
 
     def run(self, requests: list[Request], progress: Progress = no_progress) -> None:
-        """Step until all requests are finished, of which `progress` gets the number. Where a step raises, the
-        unfinished ones are cancelled."""
+        """Step until all requests are finished, which `progress` counts; where a step raises, cancel the others."""
         try:
             for request in requests:
                 self.add(request)

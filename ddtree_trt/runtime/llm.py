@@ -86,7 +86,13 @@ class LLM(Client):
         requests = self._call(work)
         for request in requests:
             request.raise_error(but=UsageError)
-        self._warn_of_cut(requests)
+        cut = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
+        if cut and not self._warned:
+            self._warned = True
+            _log.warning(
+                "an output was cut at %d tokens, the default where max_tokens is not given; give it for longer ones",
+                cut[0].max_tokens,
+            )
         return [request.output() for request in requests]
 
     def chat(
@@ -112,16 +118,6 @@ class LLM(Client):
     def get_tokenizer(self) -> Any:
         """`tokenizer`, by vLLM's name."""
         return self.tokenizer
-
-    def _warn_of_cut(self, requests: list[Request]) -> None:
-        """Warn, once, of an output that ended at a limit nobody gave."""
-        cut = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
-        if cut and not self._warned:
-            self._warned = True
-            _log.warning(
-                "an output was cut at %d tokens, the default where max_tokens is not given; give it for longer ones",
-                cut[0].max_tokens,
-            )
 
     def stream(
         self,
@@ -194,8 +190,7 @@ class LLM(Client):
             self.core.cancel(self._left.popleft())
 
     def close(self) -> None:
-        """Release the engine. Open streams end with an error; a second call, or one in a forked process, does nothing.
-        Raises UsageError while a call is running."""
+        """Release the engine; open streams end with an error. Raises UsageError while a call is running."""
         if self._closed or self._forked:
             return
         self._check_free()

@@ -60,8 +60,7 @@ class Request:
         return self._output([s.output_so_far() for s in self.sequences], self.released)
 
     def take(self) -> RequestOutput | None:
-        """The output since the last call, or None when nothing can be shown yet. Any thread may call it, one at a
-        time."""
+        """The output since the last call, or None when nothing is new. Any thread may call it, one at a time."""
         parts = [p for s in self.sequences if (p := s.take()) is not None]
         return self._output(parts, all(s.shown_end for s in self.sequences)) if parts else None
 

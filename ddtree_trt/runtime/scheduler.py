@@ -118,8 +118,7 @@ class Scheduler:
         return len(sequence.prompt) - self.engine.length(sequence.slot)
 
     def _guard(self, running: list[Sequence], reading: list[Sequence], work: Callable[[], None]) -> list[Sequence]:
-        """Run `work` for sequences that run and others whose prompts it reads; returns all of them. An exception ends
-        them, and no others, and empties their slots."""
+        """Run `work` for sequences that run or whose prompts it reads; returns them. An exception ends them alone."""
         sequences = [*running, *reading]
         try:
             work()
@@ -179,8 +178,7 @@ class Scheduler:
         return self.engine.restorable(index, min(kept, len(sequence.prompt) - 1))
 
     def _sweep(self) -> None:
-        """Let sequences run that have their first token, take finished ones out of every queue and free their slots,
-        which keep their caches."""
+        """Let sequences run that have their first token; free the slots of finished ones, which keep their caches."""
         both = [s for s in (*self.running, *self.prefilling) if s.finish_reason is None]
         self.running, self.prefilling = [s for s in both if s.output], deque([s for s in both if not s.output])
         for index, slot in enumerate(self._slots):

@@ -142,7 +142,6 @@ class Sequence:
 
     def _output(self, echo: str, first: tuple[int, int], last: tuple[int, int], ended: bool) -> CompletionOutput:
         """The output between two counts of characters and tokens."""
-        logprobs = None if self.params.logprobs is None else self.logprobs[first[1] : last[1]]
         return CompletionOutput(
             index=self.index,
             text=echo + self.stream.text[first[0] : last[0]],
@@ -150,6 +149,5 @@ class Sequence:
             finish_reason=self.finish_reason if ended else None,
             stop_reason=self.stop_reason if ended else None,
             error=None if self.error is None else str(self.error),
-            logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else sum(t.logprob for t in logprobs),
+            logprobs=None if self.params.logprobs is None else self.logprobs[first[1] : last[1]],
         )

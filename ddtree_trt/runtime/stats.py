@@ -89,8 +89,7 @@ def _span(start: str, end: str, meaning: str) -> property:
 
 @dataclass
 class RequestMetrics:
-    """Times and token counts of one request, and the acceptance of its drafts. Times are wall-clock seconds: a stage
-    shared by several slots counts in full for each."""
+    """Token counts, acceptance and wall-clock times; a stage shared by several slots counts in full for each."""
 
     arrival_s: float = field(default_factory=time.perf_counter)
     scheduled_s: float | None = None  # when it got a slot
@@ -115,8 +114,7 @@ class RequestMetrics:
     sequences: int = 1  # that the figures are of
 
     def add_round(self, tokens: int, nodes: int, decision: Decision | None = None) -> None:
-        """Count a round that committed `tokens` and verified `nodes` draft nodes; `decision` where the budget was
-        chosen."""
+        """Count a round that committed `tokens` and verified `nodes`; `decision` where the budget was chosen."""
         if decision is not None:
             self.automatic.add(decision, tokens)
         end, before = self.last_token_s or 0.0, self.round_end_s or self.first_token_s or 0.0
@@ -181,8 +179,7 @@ class RequestMetrics:
         return [sum(a > d for a in lengths) for d in range(1, max(lengths, default=1))]
 
     def accepted_histogram(self, longest: int) -> list[int]:
-        """How many rounds with draft nodes accepted 0, 1, … of them: 1 + `longest` items, or more where one accepted
-        more."""
+        """How many rounds with draft nodes accepted 0, 1, … of them, up to `longest` or the most that one did."""
         counts = Counter(tokens - 1 for tokens, nodes, _ in self.history if nodes)
         return [counts[accepted] for accepted in range(1 + max(longest, *counts, 0))]
 
@@ -204,9 +201,6 @@ class RequestMetrics:
         per_token = self.time_per_output_token_s
         return 1 / per_token if per_token else None
 
-    def snapshot(self) -> RequestMetrics:
-        return replace(self, automatic=replace(self.automatic), stage_s=dict(self.stage_s))
-
     def to_dict(self) -> dict[str, object]:
         return {
             **{name: getattr(self, name) for name in _SHOWN},
@@ -216,9 +210,8 @@ class RequestMetrics:
 
 
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
-    """The metrics of a request from those of its sequences: counts are summed, times span all of them. The result is a
-    copy that later rounds do not change."""
-    parts = [part.snapshot() for part in parts]
+    """A copy of the metrics of a request's sequences in one: counts are summed, times span all of them."""
+    parts = [replace(part, automatic=replace(part.automatic), stage_s=dict(part.stage_s)) for part in parts]
     if len(parts) == 1:
         return parts[0]
 

@@ -1,10 +1,10 @@
 """The two layouts of the exported model: the tensors that it declares, with their types and their use.
 
-An input either sets a sampling parameter, and is then made from the table in `runtime/params.py`, or is read by
-`requests` under its name, or takes values without effect only. The server refuses what is not declared.
+An input either sets a sampling parameter (`SETS`), or is read by `requests` under its name, or takes values without
+effect only. The server refuses what is not declared.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,13 +68,11 @@ class Layout:
         }
 
 
-def _sets(*fields: str, bare: bool = False) -> Iterable[Tensor]:
-    """The tensors that set these sampling parameters."""
-    return [
-        Tensor(tensor, *_type(PARAMETERS[field]), bare=bare, field=field)
-        for field in fields
-        for tensor in PARAMETERS[field].tensors
-    ]
+# Inputs of TensorRT-LLM that set a sampling parameter, and the parameter.
+_ALIKE = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed")
+_ALIKE += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+SETS = {name: name for name in _ALIKE} | {"min_length": "min_tokens", "stop_words": "stop"}
+SETS |= {"num_draft_tokens": "tree_budget", "num_return_sequences": "n"}
 
 
 def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
@@ -91,8 +89,7 @@ _TRTLLM = (
     Tensor("text_input", "STRING", optional=False),
     Tensor("stream", "BOOL"),
     Tensor("exclude_input_in_output", "BOOL"),
-    *_sets(*(name for name in PARAMETERS if name != "n")),
-    *_sets("n", bare=True),
+    *(Tensor(name, *_type(PARAMETERS[field]), bare=field == "n", field=field) for name, field in SETS.items()),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),  # has no effect: nothing is padded here
     *(Tensor(f"return_{name}", "BOOL", bare=True) for name in ("log_probs", *_COUNTS, "perf_metrics")),

@@ -114,7 +114,11 @@ def _sampling_params(inputs: Inputs, layout: Layout, parameters: Mapping[str, An
         sources.append((STRUCTURED, guide, "guided_decoding_guide"))
     if "end_id" in inputs:
         sources += [("stop_token_ids", [_scalar(inputs, "end_id", None)], "end_id"), ("ignore_eos", True, "end_id")]
-    for where, mapping in (("sampling_parameters", _json(inputs)), ("the request's parameters", parameters)):
+    text = _scalar(inputs, "sampling_parameters", "")
+    data = parse_json(text, _JSON) if text else {}
+    if not isinstance(data, dict):
+        raise _JSON.fault(f"it must be a JSON object, not {shown(data)}")
+    for where, mapping in (("sampling_parameters", data), ("the request's parameters", parameters)):
         sources += [(field, value, where) for field, value in without_aliases(_normalised(mapping)).items()]
     fields: dict[str, Any] = {}
     for field, value, where in sources:
@@ -156,14 +160,6 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _json(inputs: Inputs) -> dict[str, Any]:
-    text = _scalar(inputs, "sampling_parameters", "")
-    data = parse_json(text, _JSON) if text else {}
-    if not isinstance(data, dict):
-        raise _JSON.fault(f"it must be a JSON object, not {shown(data)}")
-    return data
-
-
 def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
     if name not in inputs:
         return default
@@ -174,8 +170,7 @@ def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
 
 
 def _values(name: str, array: NDArray[Any]) -> list[Any]:
-    """The elements of a tensor of any shape as Python values. A float32 becomes its shortest decimal form, which is
-    what the client wrote: 0.7, not 0.699999988."""
+    """The elements of a tensor as Python values; of a float32 what the client wrote: 0.7, not 0.699999988."""
     flat = array.reshape(-1)
     if array.dtype == object:
         try:

@@ -120,11 +120,8 @@ class Settings:
 
     @classmethod
     def read(cls, model_config: Mapping[str, Any]) -> Settings:
-        """Read the `model_config` the server passes to `initialize`.
-
-        Raises ArtifactError for a parameter that is missing or wrong, and when the installed ddtree-trt is not the
-        version that exported the model.
-        """
+        """Read the `model_config` the server passes to `initialize`. Raises ArtifactError for a parameter that is
+        missing or wrong, and where another version of ddtree-trt exported the model."""
         name = model_config["name"]
         given = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
         if (version := given.get("ddtree_trt_version")) != __version__:
@@ -143,10 +140,8 @@ class Settings:
 
 
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make the instance's GPU the only one its process sees. Call before anything loads CUDA.
-
-    Triton numbers the GPUs visible to it: where its CUDA_VISIBLE_DEVICES is set, the number is an index into that list.
-    """
+    """Make the instance's GPU the only one its process sees; call before anything loads CUDA. Triton numbers the GPUs
+    visible to it: where its CUDA_VISIBLE_DEVICES is set, the number is an index into that list."""
     if kind != "GPU":
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -327,8 +322,7 @@ class Service:
         self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
-        """Count a request that ended, and send its error, without a traceback or path of this machine, where it did not
-        end with a response."""
+        """Count a request that ended, and send its error, if any, without a traceback or path of this machine."""
         self._metrics.count_outcome(outcome)
         if outcome not in _CODES:
             return

@@ -1,7 +1,7 @@
 """The decode loop: one round of draft → tree_build → tree_compile → verify → commit over any number of slots.
 
-Every method is decoded by this one function. Autoregressive decoding is a round whose tree is the root alone. Where an
-engine runs all five stages on its device, the results are emitted, stopped and counted here in the same way.
+Every method is decoded by it; an autoregressive round is one whose tree is the root alone. Where an engine runs all
+five stages on its device, the results are emitted, stopped and counted here in the same way.
 """
 
 from __future__ import annotations
@@ -125,11 +125,8 @@ class _SlotRound(_Part):
             self.drafted = allowed_part(self.drafted, matcher).cut(self.ceiling)
 
     def walk(self, verdict: Verdict) -> None:
-        """Walk the verified tree and emit the target's tokens: `path` is the accepted one [m], root first.
-
-        Each node on it yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is met
-        inside the path, the path ends there.
-        """
+        """Walk the verified tree and emit the target's tokens, one for each node of the accepted path: the accepted
+        drafts, then the next bonus token. Where a stop or a limit is met inside the path, it ends there."""
         s, sampler, tree, drawn = self.sequence, self.sequence.sampler, self.drafted, self.drawn
 
         def choose(node: int) -> int | None:
@@ -181,9 +178,8 @@ def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
 def decode_round(
     engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: Iterable[PromptChunk] = ()
 ) -> None:
-    """Advance sequences by one round, in the same passes: on the device if all can be, else by stages. Each holds a
-    slot and has a bonus token that is not yet in the cache. `chunks`: prompts of other slots, advanced in the same pass
-    of an engine that mixes them with trees."""
+    """Advance sequences by one round: on the device if all can be, else by stages. Each holds a slot and has a bonus
+    token that is not yet in the cache. `chunks`: prompts of other slots, read in the same pass."""
     rounds, chunks = engine.rounds, list(chunks)
     if rounds is not None and sequences and all(map(_ON_DEVICE, sequences)):
         with clock(DEVICE_ROUND):

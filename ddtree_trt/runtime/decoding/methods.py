@@ -99,8 +99,7 @@ class Method:
         return tuple(kind.name for kind in KINDS.values() if kind.drafts == self.drafted)
 
     def default_budget(self, drafter: DrafterKind) -> int | None:
-        """The budget `auto` of every round: 0, or the whole block, as DFlash is published and measured. None where it
-        is chosen by the costs of rounds."""
+        """The budget `auto` of every round: 0, or the whole block. None where it is chosen by the costs of rounds."""
         if self.weighs_costs:
             return None
         return drafter.longest_draft if self.drafts else 0
@@ -159,8 +158,7 @@ BASELINES = (AUTOREGRESSIVE, DFLASH)  # methods that every other is compared wit
 
 
 def resolve_method(name: str, drafter_kind: str) -> Method:
-    """The method of that name; `auto` is the first that drafts with the drafter. Raises UsageError for a method that
-    needs another kind of drafter."""
+    """The method of that name, or for `auto`. Raises UsageError for one that needs another kind of drafter."""
     if name == AUTO:
         return next(method for method in METHODS.values() if drafter_kind in method.drafters)
     method = METHODS[name]

@@ -54,8 +54,7 @@ class FixedBudget:
 
 
 class AutoBudgets:
-    """What the automatic budgets of an engine's requests share: the costs of passes, what a new request expects, what
-    probes may lose, and a rest of planning."""
+    """What automatic budgets share: costs, what a new request expects, what probes may lose, and a rest of planning."""
 
     def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Drafts = "block") -> None:
         """`max_depth`: most tokens of a path. A drafter by tokens makes chains, of a node in each pass."""
@@ -213,8 +212,7 @@ class RoundPlan:
         return self._nodes
 
     def _probe(self, able: list[int]) -> list[int]:
-        """The slots that have waited longest for a draft, as few as could gain, if what probes may lose affords it;
-        else all rest until it will."""
+        """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
         shared, count, rest = self._shared, 1, float(REST)
         able.sort(key=lambda i: -self._autos[i].waited)
         while count <= len(able):
