@@ -69,9 +69,8 @@ class Layout:
 
 
 # Inputs of TensorRT-LLM that set a sampling parameter, and the parameter.
-_ALIKE = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed")
-_ALIKE += ("repetition_penalty", "presence_penalty", "frequency_penalty")
-SETS = {name: name for name in _ALIKE} | {"min_length": "min_tokens", "stop_words": "stop"}
+_ALIKE = "max_tokens min_tokens temperature top_k top_p seed repetition_penalty presence_penalty frequency_penalty"
+SETS = {name: name for name in _ALIKE.split()} | {"min_length": "min_tokens", "stop_words": "stop"}
 SETS |= {"num_draft_tokens": "tree_budget", "num_return_sequences": "n"}
 
 

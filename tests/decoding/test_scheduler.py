@@ -399,16 +399,6 @@ def test_what_all_prompts_begin_with_costs_no_other_chat_its_cache() -> None:
     assert ask(scheduler, [*template, *prompt(4, 12)], 2).slot != slot, "the slot used last is not the one to give up"
 
 
-def test_after_a_reset_slots_are_as_good_as_unused() -> None:
-    """So that requests one after the other, each from an empty cache, all have the same slot."""
-    scheduler, asked = Scheduler(make(3)), prompt(1, 12)
-    for _ in range(3):
-        found = [ask(scheduler, asked) for _ in range(2)]
-        assert [(c.slot, c.metrics.cached_tokens) for c in found] == [(0, 0), (0, 11)]
-        scheduler.reset_prefix_cache()
-        assert [scheduler.engine.length(slot) for slot in range(3)] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_who_runs_at_a_reset_goes_on_and_leaves_nothing(steps: int) -> None:
     """A reset while requests wait, are prefilled, or are decoded."""
@@ -424,6 +414,8 @@ def test_who_runs_at_a_reset_goes_on_and_leaves_nothing(steps: int) -> None:
     assert running.output == waiting.output == alone.output
     found = [c.metrics.cached_tokens for c in (running, waiting, ask(scheduler, asked))]
     assert found == ([0, 11, 11] if steps == 0 else [11, 0, 11])
+    scheduler.reset_prefix_cache()
+    assert scheduler.engine.length(0) == 0
 
 
 def test_a_long_prompt_delays_the_others_by_one_chunk_per_round() -> None:

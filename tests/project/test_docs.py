@@ -1,6 +1,5 @@
 """The documents describe the code that is there."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from ddtree_trt import LLM
 from ddtree_trt.cli import app
-from ddtree_trt.runtime.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,34 +67,6 @@ def test_options_named_in_messages_are_there() -> None:
     for path in (ROOT / "ddtree_trt").rglob("*.py"):
         named = re.findall(r"(?<![\w-])(--[a-z][a-z-]*[a-z])", path.read_text(encoding="utf-8"))
         assert {*named} <= known | foreign, path
-
-
-# Whoever copies an example from the documents sees the tiny pair answer, not stammer one token a round.
-# A prompt stands behind one of these, in a shell, in JSON or in Python. A ChatML prompt is given as it is.
-PROMPT = re.compile(
-    r"(?:--prompt |-p |question = |task = |\"role\": \"user\", \"content\": |\"text_input\": |-d '\{\"prompt\": )"
-    r"(\"(?:[^\"\\]|\\.)*\")"
-)
-
-
-def prompts_in(text: str) -> set[str]:
-    """Those for the tiny pair's engines. What a hint answers is a bad one on purpose."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```$", text.replace("\\\n", " "), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks if "\nhint: " not in block for line in block.splitlines()]
-    ours = [line for line in lines if not re.search(r"engines/(?!tiny)", line)]
-    found = {json.loads(prompt) for line in ours for prompt in PROMPT.findall(line)}
-    return {prompt for prompt in found if prompt != "…" and "$" not in prompt}
-
-
-def test_prompts_of_documents(llm: LLM) -> None:
-    found = set().union(*(prompts_in(page.read_text(encoding="utf-8")) for page in PAGES))
-    assert len(found) > 3, "examples that are no longer understood do not pass by being none"
-    for prompt in sorted(found):
-        asked: Any = prompt if "<|im_start|>" in prompt else [{"role": "user", "content": prompt}]
-        output = llm.generate([asked], SamplingParams(max_tokens=512, tree_budget=32))[0]
-        said = output.outputs[0].text
-        assert output.outputs[0].finish_reason == "stop", f"{prompt!r} has no end: {said!r}"
-        assert output.metrics.mean_acceptance_length >= 3, f"{prompt!r} is answered slowly: {said!r}"
 
 
 # The documentation as a site: it builds without a warning

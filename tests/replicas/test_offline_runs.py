@@ -213,10 +213,5 @@ def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, line: object, c
     with pytest.raises(UsageError, match=complaint) as caught:
         read_requests(path, 0)
     assert f"{path}, line 2: " in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_no_requests_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no requests"):
         read_requests(written(tmp_path, "", ""), 0)
-    with pytest.raises(UsageError, match="cannot read"):
-        read_requests(tmp_path / "none", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -23,18 +22,14 @@ from ddtree_trt.replicas.deployment import APPLICATION, connected
 @contextlib.contextmanager
 def private_cluster() -> Iterator[dict[str, str]]:
     """Environment variables under which a process starts a cluster of its own, whatever runs on this machine."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie in it: pytest's folders have too long names
-    names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ |= names
-    try:
+    # Not in pytest's folders, whose names are too long for the sockets in it.
+    folders = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with folders as folder, pytest.MonkeyPatch.context() as patch:
+        names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+        names["RAY_AUTH_MODE"] = "disabled"
+        for name, value in names.items():
+            patch.setenv(name, value)
         yield names
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def processes(title: str) -> list[int]:
