@@ -180,14 +180,8 @@ def merged_page(pages: Sequence[tuple[str, str]]) -> bytes:
 
 
 def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> Application:
-    """The application, to be run on the Ray cluster that this process is connected to.
-
-    Args:
-        engine_dir: the engine, at the same path on every machine of the cluster.
-        options: those of the server; `host`, `port` and `stall_timeout_s` are Ray's and not read here.
-
-    Raises ArtifactError when there is no engine.
-    """
+    """The application, to be run on the Ray cluster that this process is connected to, with the engine at the same path
+    on every machine. The `options` that are Ray's are not read. Raises ArtifactError when there is no engine."""
     engine_dir = engine_dir.resolve()
     manifest = load_manifest(engine_dir)
     slots = manifest.limits.max_batch

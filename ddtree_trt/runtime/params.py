@@ -27,29 +27,20 @@ BOTH: Mapping[Endpoint, str] = {"chat": "", "completions": ""}
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """What is stated of a field beside its type and default.
+    """What is stated of a field beside its type and default."""
 
-    Attributes:
-        help: one sentence for the command line and the documentation.
-        more: further sentences for the documentation.
-        device: when rounds on the device honour it or are not concerned by it: always, only in greedy requests (whose
-            choices it does not affect), or never. Where they do not honour it, any value but the default sends the
-            request to rounds on the host.
-        http: the endpoints that take it, with the name of the body's field; "" is the parameter's name.
-        metavar: placeholder of the value in the help of the command line's option; None: the command has no option.
-        name, default, annotation: the field's.
-        type: of its values, without None and "auto": int, float, bool, str, a tuple, a dictionary or StructuredOutput.
-    """
-
-    help: str
-    more: str = ""
+    help: str  # one sentence for the command line and the documentation
+    more: str = ""  # further sentences for the documentation
+    # When rounds on the device honour it or are not concerned by it, as greedy ones by filters of draws. Else any value
+    # but the default sends the request to rounds on the host.
     device: Literal["always", "greedy", "never"] = "never"
+    # The endpoints that take it, with the name of the body's field; "" is the parameter's name.
     http: Mapping[Endpoint, str] = dataclasses.field(default_factory=lambda: BOTH)
-    metavar: str | None = None
+    metavar: str | None = None  # placeholder in the help of the command line's option; None: it has no option
     name: str = ""
     default: Any = None
     annotation: Any = None
-    type: Any = None
+    type: Any = None  # of its values, without None and "auto"
 
     @property
     def bounds(self) -> Between | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,22 +36,16 @@ class StageClock:
         """`synchronize` waits until the engine's device is idle, after each of its stages, whose times so are exact."""
         self._synchronize = synchronize
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._stage = ""
-        self._start = 0.0
 
-    def __call__(self, stage: str) -> StageClock:
-        self._stage = stage
-        return self
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
         try:
-            if kind is None and self._synchronize is not None and self._stage in _ENGINE_STAGES:
+            yield
+            if self._synchronize is not None and stage in _ENGINE_STAGES:
                 self._synchronize()
         finally:
-            self.seconds[self._stage] += time.perf_counter() - self._start
+            self.seconds[stage] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """The seconds of each stage since the last call."""

@@ -1,9 +1,8 @@
 """The draft tree: from a drafter's candidates to the tokens one target pass verifies.
 
 `best_tree` is Algorithm 1 of DDTree (arXiv 2604.12989): the B most probable prefixes under the product of the drafter's
-conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose proofs use
-nothing else of marginals than that a prefix is no more probable than the one it extends). `build_tree` is the same for
-arrays of marginals, the contract of the project. The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
+conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose proofs use no
+more than that a prefix is no more probable than the one it extends). The heap, the masks and the walk are C++.
 """
 
 from __future__ import annotations

@@ -15,24 +15,15 @@ LayoutName = Literal["trtllm", "vllm"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a request or a response.
-
-    Attributes:
-        dtype: Triton's name of the data type, without TYPE_.
-        dims: lengths without the batch; -1 is any.
-        bare: whether the tensor has the batch dimension only, by `reshape`.
-        optional: whether a request may omit it.
-        field: the field of SamplingParams that an input sets.
-        only: the values that are taken, of an input that many clients send and that has no effect here.
-    """
+    """A tensor of a request or a response."""
 
     name: str
-    dtype: str
-    dims: tuple[int, ...] = (1,)
-    bare: bool = False
-    optional: bool = True
-    field: str | None = None
-    only: tuple[Any, ...] = ()
+    dtype: str  # Triton's name of the data type, without TYPE_
+    dims: tuple[int, ...] = (1,)  # without the batch; -1 is any
+    bare: bool = False  # whether it has the batch dimension only, by `reshape`
+    optional: bool = True  # whether a request may omit it
+    field: str | None = None  # of SamplingParams that an input sets
+    only: tuple[Any, ...] = ()  # values that are taken, of an input that many clients send and that has no effect here
 
     def entry(self, *, optional: bool) -> str:
         lines = [

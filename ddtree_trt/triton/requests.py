@@ -69,11 +69,8 @@ def parse(
 ) -> Call:
     """Check a request. Raises UsageError, which names the input at fault.
 
-    Args:
-        inputs: the tensors given, by name.
-        parameters: the request's parameters, taken as sampling parameters like the input `sampling_parameters`.
-        timeout_us: the request's timeout in microseconds; 0 is none. `generate` passes it as a parameter instead.
-        requested: outputs the client listed, or all `declared` ones when it listed none.
+    `parameters`, the request's, are sampling parameters like the input `sampling_parameters`, but `timeout`, which is
+    `generate`'s form of `timeout_us`; 0 is none. `requested`: outputs the client listed, or all `declared` ones.
     """
     for name, array in inputs.items():
         if (row := layout.inputs.get(name)) is None:

@@ -42,16 +42,11 @@ _BOUNDS: dict[Unit, Sequence[float]] = {"seconds": SECONDS, "seconds per token":
 
 
 class Metrics:
-    """Counters, gauges and histograms of one model instance.
-
-    Args:
-        family: `triton_python_backend_utils.MetricFamily`.
-        labels: of every sample; they must be the instance's alone, or instances would overwrite each other's gauges.
-
-    Raises EngineError if the server is too old to have histograms.
-    """
+    """Counters, gauges and histograms of one model instance."""
 
     def __init__(self, family: Any, labels: Mapping[str, str]) -> None:
+        """`family`: the server's `MetricFamily`. `labels`: of every sample, the instance's alone, or instances would
+        overwrite each other's gauges. Raises EngineError if the server is too old to have histograms."""
         if not hasattr(family, "HISTOGRAM"):
             raise EngineError("this Triton server has no metrics that are histograms; use one of 24.10 or newer")
         self._families: list[Any] = []  # a family must outlive its metrics
@@ -192,17 +187,10 @@ class _Job:
 
 
 class Service:
-    """Runs requests on an engine until it is closed.
-
-    Args:
-        engine_dir: directory written by `ddtree-trt build`.
-        settings: the exported model's.
-        metrics: this instance's; closed with the service.
-
-    Raises ArtifactError when the engine cannot be used.
-    """
+    """Runs requests on an engine until it is closed. Raises ArtifactError when the engine cannot be used."""
 
     def __init__(self, engine_dir: Path, settings: Settings, metrics: Metrics) -> None:
+        """`metrics`: this instance's, closed with the service."""
         self._metrics = metrics
         self._llm = AsyncLLM(
             engine_dir, threads=settings.threads, max_waiting=settings.max_queue, on_finished=self._count

@@ -112,16 +112,13 @@ class _SlotRound(_Part):
 
     def propose(self, draft: Draft) -> None:
         """Make the tree, of what the constraint of the output allows: for as large a tree more is drafted."""
-        s = self.sequence
-        constrained = s.sampler.constrained
-        nodes = with_spare(self.ceiling) if constrained and not s.method.draws else self.ceiling
+        s, matcher = self.sequence, self.sequence.sampler.matcher
+        nodes = self.ceiling if matcher is None or s.method.draws else with_spare(self.ceiling)
         try:
             self.drafted, self.drawn = s.method.propose(draft, nodes, s.sampler.draft)
         except ValueError as error:
             raise EngineError(f"the drafter's output cannot be used: {error}") from error
-        if constrained:
-            matcher = s.sampler.matcher
-            assert matcher is not None, "a constrained sequence has one"
+        if matcher is not None:
             self.drafted = allowed_part(self.drafted, matcher).cut(self.ceiling)
 
     def walk(self, verdict: Verdict) -> None:
@@ -278,9 +275,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         each(drafting, "propose", drafts)
         trees = [None if part.drafted is EMPTY else part.drafted for part in slot_rounds]
         for part, nodes, decision in zip(slot_rounds, budgets.choose(trees), budgets.decisions, strict=True):
-            part.decision = decision
-            if nodes < len(part.drafted.token_ids):
-                part.drafted = part.drafted.cut(nodes)
+            part.decision, part.drafted = decision, part.drafted.cut(nodes)
 
     with clock("tree_compile"):
         for part in slot_rounds:

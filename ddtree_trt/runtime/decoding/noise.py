@@ -43,18 +43,13 @@ class Noise:
     def draft(self, start: int, position: int, weights: Weights, ids: Ids) -> int:
         """The drafter's token as an index into weights [K]. `start` is the first position its round drafts for."""
         if self._round_start != start:
-            self._round_start, self._round_seed = start, _number(self._draft, start)
+            self._round_start, self._round_seed = start, _native.noise_bits(self._draft, start, 0)
         return _native.draw_weights(weights, self._round_seed, position, ids)
 
     def keeps(self, position: int, p: float, q: float) -> bool:
         """Whether a drafted token is kept: true with probability min(1, p/q)."""
-        return (_number(self._keep, position) >> 11) * 2.0**-53 * q < p
+        return (_native.noise_bits(self._keep, position, 0) >> 11) * 2.0**-53 * q < p
 
     def residual(self, position: int, weights: Weights) -> int:
         """The token drawn from weights [V] in place of a rejected one; -1 where all are 0."""
         return _native.draw_weights(weights, self._residual, position)
-
-
-def _number(seed: int, position: int) -> int:
-    """64 random bits of a position."""
-    return _native.noise_bits(seed, position, 0)

@@ -41,8 +41,9 @@ class Sampler:
     ) -> None:
         """`matcher`: holds the output to `params.structured`; None where there is no constraint."""
         self.params = params
+        # Whether tokens are excluded by their probabilities, which must then be computed.
+        self._filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self._matcher = matcher
-        self.constrained = matcher is not None
         self.noise = Noise(params.seed, index)
         self._position = len(prompt)  # of the next token in the whole sequence
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
@@ -71,11 +72,6 @@ class Sampler:
         processed = self._penalties or len(self._bias) or self._left > 0
         # Whether the next token is the argmax of the target's logits, so that no row of them is needed.
         self.takes_choices = not (self.params.stochastic or processed or self._matcher)
-
-    @property
-    def _filters(self) -> bool:
-        """Whether tokens are excluded by their probabilities, which must then be computed."""
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
     def observe(self, tokens: Sequence[int]) -> bool:
         """Count emitted tokens; returns whether the constraint of the output, if there is one, allows no more."""

@@ -24,13 +24,12 @@ SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made wit
 
 
 class Costs:
-    """Seconds of passes by slots, tokens of context and tree nodes.
+    """Seconds of passes by slots, tokens of context and tree nodes: a profile, continued linearly in all three.
 
-    The profile is continued linearly in all three. Times of rounds correct it: by one ratio for all, the pace of the
-    moment, since other work slows down what is seldom made, too; and by mean ratios for each power of two of slots, of
-    drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between sizes
-    seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not padded
-    take what they would if the rows of all their trees were shared equally.
+    Rounds correct it: by one ratio for all, the pace of the moment, since other work slows down what is seldom made,
+    too; and by mean ratios for each power of two of slots, of drafts, and of verifications (with all else of a round)
+    for each half power of two of tree tokens. Between sizes seen they are interpolated; others take the nearest one's.
+    Passes that are not padded take what they would if the rows of all their trees were shared equally.
     """
 
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The rule of automatic budgets; the package's docstring says what it is."""
+"""The rule of automatic budgets, which docs/architecture.md states."""
 
 from __future__ import annotations
 
@@ -308,8 +308,7 @@ class RoundPlan:
 
     def weigh(self, drafted: Mapping[int, DraftTree]) -> list[Floats]:
         """The acceptance probabilities [n] of the nodes of slots' drafted trees, 0 of those that the output ends above,
-        which the slots' requests expect of their next drafts, too: of a probe nothing else from then on. `choose` asks;
-        of a round planned ahead the caller does, with what was drafted."""
+        which the requests expect of their next drafts, too. Of a round planned ahead the caller asks, not `choose`."""
         drafts = []
         for i, tree in drafted.items():
             budget = self._autos[i]
