@@ -58,9 +58,8 @@ def starting(what: str) -> Iterator[None]:
 
 @contextmanager
 def connected() -> Iterator[bool]:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine; else, and for the address `local`,
-    start one here that ends with the block. Yields whether it was started here. Raises UsageError when nothing answers
-    at RAY_ADDRESS, EngineError when Ray does not start."""
+    """Connect to the cluster of RAY_ADDRESS or one on this machine; else, and for `local`, start one that ends with the
+    block. Yields whether it was started. Raises UsageError when nothing answers, EngineError when Ray fails."""
     if ray.is_initialized():
         yield False
         return

@@ -259,8 +259,7 @@ class _Answers:
     """`OUTPUT.part`: a line that says what the answers follow from, then the answers, in the order they came."""
 
     def __init__(self, output: Path, run: Mapping[str, object]) -> None:
-        """The answers that an interrupted run has left, or none. Raises UsageError when the output is there already or
-        they are another run's, also one that still goes on."""
+        """The answers that an interrupted run has left. Raises UsageError for an output or answers of another run."""
         self._output = output
         self._part = output.with_name(output.name + ".part")
         self.places: dict[str, int] = {}  # where the answers begin, by `custom_id`

@@ -40,8 +40,7 @@ class Submission:
         self.failure: Exception | None = None  # what stopped the engine
         self.loop = asyncio.get_running_loop()
         # For the engine's thread: whether each part is waited for, and whether the reader knows that there is one.
-        self.streams = False
-        self.called = False
+        self.streams = self.called = False
         self._cancel = cancel
         self._arrived = asyncio.Event()
 

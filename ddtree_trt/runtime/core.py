@@ -80,8 +80,7 @@ class Client:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.engine = core.engine
-        self.codec = core.codec
+        self.engine, self.codec = core.engine, core.codec
         self._pid = os.getpid()
 
     @property

@@ -51,8 +51,7 @@ class LLM(Client):
         super().__init__(open_core(Path(engine_dir), options, progress=progress, **fields))
         self._lock = threading.Lock()  # held while the engine works
         self._left: deque[Request] = deque()  # of streams that were closed, perhaps while it did
-        self._closed = False
-        self._warned = False
+        self._closed = self._warned = False
 
     def generate(
         self,

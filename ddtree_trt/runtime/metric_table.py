@@ -65,11 +65,7 @@ COUNTERS = (
 )
 # A counter for each position of a draft, from 0, in the label `position`.
 POSITIONS = _each(
-    (
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        "Rounds that accepted a draft token at this position.",
-        "accepted_by_position",
-    )
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "Rounds that accepted here.", "accepted_by_position")
 )
 # To which each sequence adds its observations when it has ended.
 HISTOGRAMS = (
@@ -79,10 +75,8 @@ HISTOGRAMS = (
         ("vllm:request_queue_time_seconds", "From submission to getting a slot.", "queue_time_s"),
         triton=True,
     ),
-    MetricSpec(
-        "vllm:request_time_per_output_token_seconds",
-        "Mean of a sequence, after the first token.",
-        "time_per_output_token_s",
+    *_each(
+        ("vllm:request_time_per_output_token_seconds", "Mean after the first token.", "time_per_output_token_s"),
         triton=True,
         unit="seconds per token",
     ),

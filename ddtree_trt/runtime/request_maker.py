@@ -87,10 +87,8 @@ class RequestMaker:
     ) -> None:
         """`budgets`: the state that automatic budgets of all requests share."""
         self.device_rounds = device_rounds
-        self._codec = codec
-        self._engine = engine
-        self._manifest = engine.manifest
-        self._budgets = budgets
+        self._codec, self._budgets = codec, budgets
+        self._engine, self._manifest = engine, engine.manifest
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

@@ -72,8 +72,7 @@ class Sequence:
         return self.finish_reason is None
 
     def extend(self, tokens: list[int], rows: Iterable[Row] | None = None) -> int:
-        """Emit tokens until the sequence ends; returns how many were emitted. `rows`: of logits [V] they were chosen
-        from; none is read where no log-probabilities are wanted."""
+        """Emit tokens until the sequence ends; returns how many. `rows`: those of logits [V] they were chosen from."""
         params, metrics, sampler, output = self.params, self.metrics, self.sampler, self.output
         before = len(output)
         size = min(len(tokens), self.max_tokens - before)

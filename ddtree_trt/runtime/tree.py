@@ -73,14 +73,10 @@ def best_tree(
 
 
 def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> DraftTree:
-    """The `budget` most probable prefixes of marginals as a tree.
+    """The `budget` most probable prefixes of marginals as a tree, or as many as there are.
 
-    Args:
-        log_probs: float32 [L, K], each row sorted by falling probability.
-        token_ids: int [L, K], the candidates those probabilities belong to.
-        budget: most nodes, the root aside; the tree has fewer when there are fewer prefixes.
-
-    Raises ValueError for shapes that differ, a negative budget, or NaN.
+    `log_probs`: float32 [L, K], each row falling, of the candidates `token_ids`, int [L, K]. Raises ValueError for
+    shapes that differ, a negative budget, or NaN.
     """
     return best_tree(Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)), budget)
 

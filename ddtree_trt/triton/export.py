@@ -23,7 +23,7 @@ from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError
+from ddtree_trt.errors import MAX_COUNT, UsageError
 from ddtree_trt.records import check, option, with_fields
 from ddtree_trt.triton import ENGINE_FOLDER
 from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
@@ -31,10 +31,8 @@ from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
 VERSION_FOLDER = "1"
 _MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: a larger number is a typing error
 # An example: a chat in the template of Qwen3, as JSON without apostrophes, because it is quoted by those in a shell.
-_PROMPT = (
-    "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
-    "<|im_start|>assistant\\n"
-)
+_QUESTION = "There are 6 drawers, each with 32 cards. How many cards are there?"
+_PROMPT = f"<|im_start|>user\\n{_QUESTION}<|im_end|>\\n<|im_start|>assistant\\n"
 _QUESTIONS = {  # layout → body of the example request
     "trtllm": f'{{"text_input": "{_PROMPT}", "max_tokens": 64, "stream": %s}}',
     "vllm": f'{{"text_input": "{_PROMPT}", "parameters": {{"max_tokens": 64, "stream": %s}}}}',
@@ -78,13 +76,10 @@ def export_triton(
     """
     options = with_fields(ExportOptions, options, fields)
     manifest = load_manifest(engine_dir)
-    gpus = options.gpus
-    if not BACKENDS[manifest.backend].on_cpu:
-        gpus = gpus or (0,)
-    elif gpus:
-        raise UsageError(
-            f"--gpus is for engines that run on GPUs; this one has backend {manifest.backend} and runs on the CPU"
-        )
+    on_cpu = BACKENDS[manifest.backend].on_cpu
+    if on_cpu and options.gpus:
+        raise UsageError(f"--gpus is for engines that run on GPUs; one of {manifest.backend} runs on the CPU")
+    gpus = options.gpus or (() if on_cpu else (0,))
     name = manifest.name if model_name is None else model_name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UsageError(f"{name!r} cannot name a model; use letters, digits, '.', '_' and '-' in --model-name")
@@ -102,10 +97,10 @@ def export_triton(
         "model_name": name,
         "layout": options.layout,
         **LAYOUTS[options.layout].config(),
-        "instances": str(options.instances),
+        "instances": options.instances,
         "kind": "KIND_GPU" if gpus else "KIND_CPU",
         "gpus": ", ".join(map(str, gpus)),
-        "max_queue": str(options.max_queue),
+        "max_queue": options.max_queue,
         "engine_name": manifest.name,
         "backend": manifest.backend,
         "requirement": f"ddtree-trt{extra}=={__version__}",
@@ -117,8 +112,6 @@ def export_triton(
         "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[options.layout] % 'true'}'",
     }
     template = resources.files("ddtree_trt") / "triton_repo" / "model"
-    if not (template / "README.md").is_file():
-        raise BuildError(f"the installation lacks {template}; install ddtree-trt again")
     with atomic_directory(destination, force=options.force, marker=EXPORT) as directory:
         version = directory / VERSION_FOLDER
         version.mkdir()

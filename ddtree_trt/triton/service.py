@@ -208,7 +208,7 @@ class Service:
 
     def receive(self, parse: Callable[[], Call], reply: Reply) -> None:
         """Start the request that `parse` returns; responses and errors go to `reply`. Returns at once, and raises
-        nothing: an exception would fail the other requests of the batch, and leave them unanswered."""
+        nothing: an exception would leave the other requests of the batch unanswered."""
         call: Call | None = None
         try:
             call = parse()

@@ -177,6 +177,7 @@ def test_a_draft_that_rounding_alone_rejects_is_kept() -> None:
         ({"top_k": 2}, [0.625, 0.375]),
         ({"top_p": 0.6}, [0.625, 0.375, 0]),
         ({"min_p": 0.5}, [0.625, 0.375, 0]),
+        ({"temperature": 0.0}, [1]),
     ],
     ids=str,
 )
@@ -189,11 +190,6 @@ def test_draft_tokens_are_drawn_at_the_requests_temperature_and_filters(
     assert draws[0].probs == pytest.approx(expected, abs=1e-6)
     assert draws[0].candidates.tolist() == [4, 2, 6][: len(expected)]
     assert {d.token for d in draws} == {t for t, p in zip((4, 2, 6), expected, strict=False) if p}
-
-
-def test_draft_at_temperature_0_is_the_first_candidate() -> None:
-    drawn = sampler().draft(np.log(np.array([0.5, 0.3], np.float32)), np.array([4, 2], np.int32), 0)
-    assert (drawn.token, drawn.candidates.tolist(), drawn.probs.tolist()) == (4, [4], [1])
 
 
 # Penalties and minimum length along a path

@@ -42,16 +42,7 @@ RUNTIME_HALF = ("drafter.py", "on_onnxruntime.py", "on_tensorrt.py", "on_torch.p
 KINDS = tuple(f"drafters/{path.name}/" for path in (PACKAGE / "drafters").iterdir() if path.is_dir())
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
-LEAVES = (
-    "artifact/",
-    "device/",
-    "models/",
-    "plugins/",
-    "errors.py",
-    "reading.py",
-    "records.py",
-    "worker_process.py",
-)
+LEAVES = ("artifact/", "device/", "models/", "plugins/", "errors.py", "reading.py", "records.py", "worker_process.py")
 
 
 @cache
@@ -72,19 +63,10 @@ def imports(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide what is imported"
             found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and called(node) in BY_NAME:
-            found |= {text.value for text in texts(node) if isinstance(text.value, str)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            first = [*node.args, *(k.value for k in node.keywords)][:1]
+            found |= {each.value for each in first if isinstance(each, ast.Constant) and isinstance(each.value, str)}
     return found
-
-
-def called(node: ast.Call) -> str:
-    return ast.unparse(node.func).rpartition(".")[2]
-
-
-def texts(node: ast.Call) -> list[ast.Constant]:
-    """The first of a call's arguments, if it is a literal."""
-    first = [*node.args, *(k.value for k in node.keywords)][:1]
-    return [argument for argument in first if isinstance(argument, ast.Constant)]
 
 
 def loaded_imports(tree: ast.Module) -> set[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import json
 import os
 import signal
@@ -117,10 +118,13 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     answers = offline._Answers(output, {"run": 1})
-    for write in (lambda: answers.append(row), lambda: answers.finish(["a"], 0)):
+    writes: list[tuple[Any, Any, str, Any]] = [
+        (lambda: answers.append(row), answers, "_file", io.FileIO("/dev/full", "w")),
+        (lambda: answers.finish(["a"], 0), os, "fsync", full),
+    ]
+    for write, owner, name, value in writes:
         with monkeypatch.context() as patch, pytest.raises(DDTreeError) as caught:
-            patch.setattr(os, "fsync", full)
-            patch.setattr(answers, "_file", _Full(answers._file))
+            patch.setattr(owner, name, value)
             write()
         assert str(caught.value) == (
             f"cannot write {output}: No space left on device; free some space, then the same command goes on with what "
@@ -136,16 +140,6 @@ def test_a_place_that_cannot_be_written_is_said_without_talk_of_space(tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(DDTreeError, match=r"(Not a directory|File exists); choose another --output-file$"):
         offline._Answers(tmp_path / "file" / "out.jsonl", {"run": 1})
-
-
-class _Full:
-    """A file on a disk that takes nothing more."""
-
-    def __init__(self, file: Any) -> None:
-        self.seek, self.readline = file.seek, file.readline
-
-    def write(self, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:

@@ -14,13 +14,7 @@ from fake_triton import backend_utils
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.budget.policy import Decision
-from ddtree_trt.runtime.metric_table import (
-    COUNTERS,
-    GAUGES,
-    HISTOGRAMS,
-    POSITIONS,
-    MetricSpec,
-)
+from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, POSITIONS, MetricSpec
 from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import service as triton

@@ -137,8 +137,7 @@ class Sampler:
 
     def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
         """Draw a draft token from the drafter's candidates [K], by falling probability, at this request's temperature
-        and filters: any distribution is valid, and the nearer it is to the target's the more is accepted. `depth` is 0
-        for the token behind the bonus token, and rises along a round's chain."""
+        and filters: any distribution is valid. `depth` is 0 for the token behind the bonus token."""
         params = self.params
         if not params.stochastic:
             return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))

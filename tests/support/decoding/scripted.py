@@ -56,13 +56,7 @@ class ScriptedEngine:
     mixes = False
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        *,
-        kind: Kind = "dflash",
-        block_size: int = 4,
-        **limits: int,
+        self, target: Target, drafter: Drafter, *, kind: Kind = "dflash", block_size: int = 4, **limits: int
     ) -> None:
         self.target, self.drafter, self.kind = target, drafter, kind
         sizes = {"max_seq_len": 64, "max_batch": 4, "max_tree_budget": 64, "prefill_chunk": 8, **limits}

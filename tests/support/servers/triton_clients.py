@@ -1,10 +1,10 @@
 """Asking the server over its transports: HTTP `generate` and `generate_stream`, and gRPC streams."""
 
-import http.client
 import json
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import numpy as np
@@ -29,17 +29,17 @@ def values(model: str, prompt: str, *, stream: bool, **sampling: Any) -> dict[st
 
 def generate(server: TritonServer, model: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Status and JSON of a `generate` request."""
-    with _post(server, model, "generate", body) as response:
+    with open_stream(server, model, "generate", body) as response:
         return response.status, json.loads(response.read())
 
 
 def generate_stream(server: TritonServer, model: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The events of a `generate_stream` request."""
-    with _post(server, model, "generate_stream", body) as response:
+    with open_stream(server, model, "generate_stream", body) as response:
         return list(events(response))
 
 
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     """Server-sent events as they come."""
     for line in response:
         if line.startswith(b"data: "):
@@ -47,17 +47,14 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _post(server: TritonServer, model: str, verb: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection(server.http, timeout=WAIT_S)
+def open_stream(server: TritonServer, model: str, verb: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+    connection = HTTPConnection(server.http, timeout=WAIT_S)
     try:
         path = f"/v2/models/{model}/{verb}"
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         yield connection.getresponse()
     finally:
         connection.close()  # before the end: the client has gone away
-
-
-open_stream = _post
 
 
 def tensors(client: grpcclient.InferenceServerClient, model: str, request: Mapping[str, Any]) -> list[Any]:
