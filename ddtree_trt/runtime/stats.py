@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -37,15 +36,17 @@ class StageClock:
         self._synchronize = synchronize
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-            if self._synchronize is not None and stage in _ENGINE_STAGES:
-                self._synchronize()
-        finally:
-            self.seconds[stage] += time.perf_counter() - start
+    def __call__(self, stage: str) -> StageClock:
+        self._stage, self._start = stage, time.perf_counter()
+        return self
+
+    def __enter__(self) -> None:
+        """Its time runs already."""
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._synchronize is not None and self._stage in _ENGINE_STAGES:
+            self._synchronize()
+        self.seconds[self._stage] += time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:
         """The seconds of each stage since the last call."""

@@ -112,7 +112,8 @@ class _SlotRound(_Part):
 
     def propose(self, draft: Draft) -> None:
         """Make the tree, of what the constraint of the output allows: for as large a tree more is drafted."""
-        s, matcher = self.sequence, self.sequence.sampler.matcher
+        s = self.sequence
+        matcher = s.sampler.matcher if s.sampler.constrained else None
         nodes = self.ceiling if matcher is None or s.method.draws else with_spare(self.ceiling)
         try:
             self.drafted, self.drawn = s.method.propose(draft, nodes, s.sampler.draft)
@@ -195,19 +196,15 @@ def decode_round(
         _round_by_stages(engine, sequences, clock, chunks)
 
 
-def _slot_input(engine: Engine, s: Sequence, slot: int, ahead: int = 0) -> SlotInput:
-    """`ahead`: rounds of the slot that are under way, each of which makes a token at least."""
-    unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
-    return SlotInput(s.budget, engine.length(slot), s.max_tokens - len(s.output) - ahead, s.drafts, unseen)
-
-
 def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> bool:
     """Begin a round of all sequences that go on behind those under way; False if there are none."""
     slots = [s.slot for s in sequences if s.slot is not None]  # all have one
     inputs, going = [], []
     for s, slot, ahead in zip(sequences, slots, rounds.launchable(slots), strict=True):
-        if ahead >= 0 and (slot_input := _slot_input(engine, s, slot, ahead)).left > 0:
-            inputs.append(slot_input)
+        left = s.max_tokens - len(s.output) - ahead  # a round makes a token at least
+        if left > 0 <= ahead:
+            unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
+            inputs.append(SlotInput(s.budget, engine.length(slot), left, s.drafts, unseen))
             going.append((s, slot))
     if not going:
         return False
@@ -264,7 +261,12 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     start = time.perf_counter()
     with clock("draft"):
         slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-        budgets = RoundPlan([_slot_input(engine, part.sequence, part.slot) for part in slot_rounds])
+        inputs = []
+        for part in slot_rounds:
+            s = part.sequence
+            unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
+            inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
+        budgets = RoundPlan(inputs)
         for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
             part.ceiling = ceiling
         drafting = [part for part in slot_rounds if part.ceiling > 0]
@@ -275,7 +277,9 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         each(drafting, "propose", drafts)
         trees = [None if part.drafted is EMPTY else part.drafted for part in slot_rounds]
         for part, nodes, decision in zip(slot_rounds, budgets.choose(trees), budgets.decisions, strict=True):
-            part.decision, part.drafted = decision, part.drafted.cut(nodes)
+            part.decision = decision
+            if nodes < len(part.drafted.token_ids):
+                part.drafted = part.drafted.cut(nodes)
 
     with clock("tree_compile"):
         for part in slot_rounds:

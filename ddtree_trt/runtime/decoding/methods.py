@@ -45,9 +45,9 @@ def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
 def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Proposal:
     """The most probable prefixes. Of a drafter by levels they are EAGLE-2's reranked tree (arXiv 2406.16858): all its
     candidates compete, and none is more probable than the one it extends."""
-    from ddtree_trt.runtime.tree import best_tree
+    from ddtree_trt.runtime.tree import DraftTree
 
-    return Proposal(best_tree(draft.candidates, budget, width=width))
+    return Proposal(DraftTree(*draft.candidates.best_first(budget, width=width)))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:

@@ -44,6 +44,7 @@ class Sampler:
         # Whether tokens are excluded by their probabilities, which must then be computed.
         self._filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self._matcher = matcher
+        self.constrained = matcher is not None
         self.noise = Noise(params.seed, index)
         self._position = len(prompt)  # of the next token in the whole sequence
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
