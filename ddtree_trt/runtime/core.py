@@ -1,7 +1,4 @@
-"""The engine core: an engine with the codec, request maker and scheduler that serve its requests.
-
-`LLM`, `AsyncLLM` and `bench` drive the same core and differ in who calls it, and when.
-"""
+"""The engine core, which `LLM`, `AsyncLLM` and `bench` drive: an engine, its codec, request maker and scheduler."""
 
 import os
 import weakref
