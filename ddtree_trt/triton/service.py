@@ -209,19 +209,16 @@ class Service:
     def receive(self, parse: Callable[[], Call], reply: Reply) -> None:
         """Start the request that `parse` returns; responses and errors go to `reply`. Returns at once, and raises
         nothing: an exception would leave the other requests of the batch unanswered."""
-        call: Call | None = None
         try:
             call = parse()
-        except UsageError as error:
-            self._finish(reply, "refused", error)
         except Exception as error:
-            _log.exception("a request could not be read")
-            self._finish(reply, "failed", error)
+            self._fail(reply, error)
+            return
         with self._lock:
             closed = self._closed
-            if call is not None and not closed:
+            if not closed:
                 asyncio.run_coroutine_threadsafe(self._serve(call, reply), self._loop)
-        if call is not None and closed:
+        if closed:
             self._finish(reply, "shutdown")
 
     def close(self) -> None:
@@ -261,13 +258,8 @@ class Service:
             timeout_ms = 1000 * (call.timeout_s or 0)
             passed = f"the request's timeout of {timeout_ms:.0f} ms passed after {job.tokens} tokens"
             self._finish(reply, "timeout", passed)
-        except (UsageError, MissingDependency) as error:
-            self._finish(reply, "refused", error)
-        except QueueFull as error:
-            self._finish(reply, "overloaded", error)
-        except Exception as error:  # of the engine or of this module: the client must get an error
-            _log.exception("a request failed")
-            self._finish(reply, "failed", error)
+        except Exception as error:  # of the engine or of this module too: the client must get an error
+            self._fail(reply, error)
         finally:
             self._jobs.discard(job)
 
@@ -308,6 +300,13 @@ class Service:
 
     def _flush(self) -> None:
         self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
+
+    def _fail(self, reply: Reply, error: Exception) -> None:
+        refused = isinstance(error, UsageError | MissingDependency)
+        outcome = "refused" if refused else "overloaded" if isinstance(error, QueueFull) else "failed"
+        if outcome == "failed":
+            _log.error("a request failed", exc_info=error)
+        self._finish(reply, outcome, error)
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
         """Count a request that ended, and send its error, if any, without a traceback or path of this machine."""

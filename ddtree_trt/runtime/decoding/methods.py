@@ -74,7 +74,6 @@ class Method:
     """A way to make the tree of a round."""
 
     name: str
-    makes: str  # description of the tree, for help and documents
     drafted: Drafts | None  # what a drafter must draft at a time; None: it drafts nothing, and works with every one
     propose: Callable[[Draft, int, Draw], Proposal]
     # K, the candidates per position to ask the drafter for, of the budget and of whether the request samples
@@ -107,23 +106,16 @@ class Method:
 
 DDTREE = Method(
     name="ddtree",
-    makes="the B most probable prefixes (best-first heap)",
     drafted="block",
     propose=_tree,
     candidates=lambda budget, stochastic: budget,
     weighs_costs=True,
     branches=True,
 )
-DFLASH = Method(
-    name="dflash",
-    makes="the chain of the block's most probable tokens",
-    drafted="block",
-    propose=partial(_tree, width=1),
-)
-AUTOREGRESSIVE = Method(name="ar", makes="none: plain autoregressive decoding", drafted=None, propose=_nothing)
+DFLASH = Method(name="dflash", drafted="block", propose=partial(_tree, width=1))
+AUTOREGRESSIVE = Method(name="ar", drafted=None, propose=_nothing)
 DFLASH_SAMPLE = Method(
     name="dflash-sample",
-    makes="a chain drawn from the drafter",
     drafted="block",
     propose=_drawn_chain,
     candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
@@ -132,7 +124,6 @@ DFLASH_SAMPLE = Method(
 )
 DRAFT_MODEL = Method(
     name="draft-model",
-    makes="a chain drawn from a small autoregressive model",
     drafted="tokens",
     propose=_drawn_chain,
     candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
@@ -143,7 +134,6 @@ DRAFT_MODEL = Method(
 
 EAGLE = Method(
     name="eagle",
-    makes="the most probable prefixes of a tree that an EAGLE-3 drafter grows level by level",
     drafted="levels",
     propose=_tree,
     candidates=lambda budget, stochastic: min(budget, EXPANDED),  # as many as EAGLE's rule expands
