@@ -61,6 +61,8 @@ COUNTERS = (
         ("ddtree_auto_rounds_probing_total", "Of those, to see whether drafting pays again.", "automatic.probes"),
         ("ddtree_auto_expected_tokens_total", "Tokens expected of those with a draft.", "automatic.expected_tokens"),
         ("ddtree_auto_committed_tokens_total", "Tokens that they committed.", "automatic.committed_tokens"),
+        ("ddtree_auto_expected_seconds_total", "Seconds expected of them.", "automatic.expected_s"),
+        ("ddtree_auto_single_token_seconds_total", "The same without drafts.", "automatic.single_token_s"),
     ),
 )
 # A counter for each position of a draft, from 0, in the label `position`.

@@ -63,6 +63,8 @@ class AutomaticRounds:
     probes: int = 0  # drafted only to see whether drafting pays again
     expected_tokens: float = 0.0  # each round's last token, which was not drafted, included
     committed_tokens: int = 0
+    expected_s: float = 0.0  # of a pass with other slots, one's share
+    single_token_s: float = 0.0  # what as many rounds without a draft take
 
     def add(self, decision: Decision, tokens: int) -> None:
         self.rounds += 1
@@ -71,6 +73,8 @@ class AutomaticRounds:
             self.probes += decision.probe
             self.expected_tokens += decision.expected_tokens
             self.committed_tokens += tokens
+            self.expected_s += decision.expected_s
+            self.single_token_s += decision.single_token_s
 
 
 def _span(start: str, end: str, meaning: str) -> property:
