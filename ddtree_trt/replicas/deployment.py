@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ddtree_trt import errors
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.errors import DDTreeError, EngineError, UsageError
+from ddtree_trt.errors import DDTreeError, EngineError, UsageError, told
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import with_origins
 from ddtree_trt.serve.metrics import show_requests
@@ -49,11 +49,9 @@ def starting(what: str) -> Iterator[None]:
     except DDTreeError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise EngineError(
-            f"{what} did not start ({type(error).__name__}: {lines[0]}); end what else keeps this machine busy and try "
-            f"again, else see {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
-        ) from error
+        logs = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+        advice = f"end what else keeps this machine busy and try again, else see {logs}"
+        raise EngineError(f"{what} did not start ({told(error)}); {advice}") from error
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """AsyncLLM: many concurrent callers, one engine.
 
-One worker thread owns the scheduler, the engine and every sequence; callers run on event loops, and put commands into a
-queue that the worker empties between two steps. After a step the worker calls the readers of what has grown, by one
-`call_soon_threadsafe` for all on an event loop. A reader takes what is new from the sequences itself, text and figures
-included; nothing is written by both sides. A slow reader finds more in one part, and delays no other request.
+One worker thread owns the scheduler, the engine and every sequence; callers on event loops put commands into a queue,
+which it empties between two steps. After a step it calls the readers of what has grown, once for each event loop. They
+take what is new from the sequences themselves; a slow one finds more in one part, and delays no other request.
 """
 
 import asyncio

@@ -44,7 +44,6 @@ class Marginals:
         return _native.build_tree(_floats(self.log_probs), _ints(self.token_ids), budget, max_depth, width)
 
     def child_log_probs(self, rows: ArrayLike) -> Children:
-        """The rows of indices [F]."""
         wanted = np.asarray(rows, np.int32)
         following = np.where(wanted + 1 < len(self.log_probs), wanted + 1, NO_ROW).astype(np.int32)
         width = self.log_probs.shape[1]
@@ -65,7 +64,6 @@ class LinkedRows:
         return _native.build_linked_tree(*arrays, budget, max_depth, width)
 
     def child_log_probs(self, rows: ArrayLike) -> Children:
-        """The rows of indices [F]."""
         wanted = np.asarray(rows, np.int32)
         return Children(self.log_probs[wanted], self.token_ids[wanted], self.next_rows[wanted])
 

@@ -43,7 +43,6 @@ class EngineCore:
         self._save = weakref.finalize(self, _save_costs, directory, budgets.costs)
 
     def close(self) -> None:
-        """Save what rounds have shown of costs, and close the engine."""
         self._save()
         self.engine.close()
 
@@ -92,11 +91,9 @@ class Client:
 
     @property
     def _forked(self) -> bool:
-        """Whether this is another process than the one that loaded the engine."""
         return os.getpid() != self._pid
 
     def _check_process(self) -> None:
-        """Raises UsageError in a forked process."""
         if self._forked:
             raise UsageError(
                 f"this {type(self).__name__} was loaded by process {self._pid} and cannot be used in process "

@@ -207,11 +207,10 @@ class LLM(Client):
 def _pairs(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. Raises UsageError where there are not as many of them."""
     items = as_prompts(prompts)
-    if isinstance(params, Sequence) and len(params) != len(items):
-        raise UsageError(f"{len(items)} prompts but {len(params)} sampling params; give one, or one per prompt")
     each = params if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(items)
+    if len(each) != len(items):
+        raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
     return zip(items, each, strict=True)
 
 

@@ -17,8 +17,6 @@ SECONDS_PER_TOKEN = tuple(round(step * 10.0**power, 7) for power in range(-4, 1)
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A row of the table."""
-
     name: str  # as Prometheus shows it
     text: str
     figure: str  # the attribute that has it: of RequestMetrics, or of AsyncLLM for a gauge
@@ -27,7 +25,6 @@ class MetricSpec:
     unit: Unit = "seconds"  # of a histogram: decides its bounds
 
     def read(self, source: Any) -> float:
-        """The figure of a counter or a gauge."""
         value: float = attrgetter(self.figure)(source)
         return value
 
@@ -38,7 +35,6 @@ class MetricSpec:
 
 
 def _each(*rows: tuple[str, str, str], **fields: Any) -> tuple[MetricSpec, ...]:
-    """Rows that share the other fields."""
     return tuple(MetricSpec(*row, **fields) for row in rows)
 
 

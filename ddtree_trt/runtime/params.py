@@ -54,7 +54,6 @@ class Parameter:
 
     @property
     def option(self) -> str:
-        """The command line's option, for rows with a `metavar`."""
         return f"--{self.name.replace('_', '-')}"
 
 

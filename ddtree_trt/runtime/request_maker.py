@@ -56,7 +56,6 @@ class Request:
                 raise s.error
 
     def output(self) -> RequestOutput:
-        """The output so far, from its beginning."""
         return self._output([s.output_so_far() for s in self.sequences], self.released)
 
     def take(self) -> RequestOutput | None:
@@ -80,8 +79,6 @@ class Request:
 
 
 class RequestMaker:
-    """Checks calls against the engine and makes their sequences."""
-
     def __init__(
         self, engine: Engine, codec: TextCodec, budgets: AutoBudgets, *, device_rounds: DeviceRoundsMode = "auto"
     ) -> None:

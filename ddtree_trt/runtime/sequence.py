@@ -50,8 +50,7 @@ class Sequence:
     on_device: bool = field(init=False)  # whether its rounds stay on the device
     max_tokens: int = field(init=False)  # of output: those asked for, or as many as fit
     _silent: int = 0  # tokens at the end that add no text
-    _shown: tuple[int, int] = (0, 0)  # characters and tokens
-    _shown_any: bool = False
+    _shown: tuple[int, int] | None = None  # characters and tokens that were taken; None before the first part
 
     def __post_init__(self) -> None:
         self.method = METHODS[self.params.method]
@@ -116,12 +115,12 @@ class Sequence:
     def take(self) -> CompletionOutput | None:
         """The output since the last call: text that can no longer become a stop string, and its tokens; None when
         nothing is new. The finish reason is new once. Any thread may call it, one at a time."""
-        ended, first = self.released, self._shown
+        ended, first = self.released, self._shown or (0, 0)
         settled = self._settled(ended)
         if settled == first and ended == self.shown_end:
             return None
-        echo = "" if self._shown_any else self.echo
-        self._shown, self.shown_end, self._shown_any = settled, ended, True
+        echo = self.echo if self._shown is None else ""
+        self._shown, self.shown_end = settled, ended
         return self._output(echo, first, settled, ended)
 
     def output_so_far(self) -> CompletionOutput:
@@ -140,7 +139,6 @@ class Sequence:
         return characters, min(tokens, count)
 
     def _output(self, echo: str, first: tuple[int, int], last: tuple[int, int], ended: bool) -> CompletionOutput:
-        """The output between two counts of characters and tokens."""
         return CompletionOutput(
             index=self.index,
             text=echo + self.stream.text[first[0] : last[0]],

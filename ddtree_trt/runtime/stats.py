@@ -21,10 +21,7 @@ _SHOWN = (
     *("budgets", "queue_time_s", "time_to_first_token_s", "time_per_output_token_s", "decode_tokens_per_s"),
     *("stage_s", "on_device", "why_host"),
 )
-_SUMMED = (
-    *("output_tokens", "rounds", "committed_tokens", "drafted_tokens", "drafting_rounds", "rounds_on_device"),
-    "sequences",
-)
+_SUMMED = ("output_tokens", "rounds", "committed_tokens", "drafted_tokens", "drafting_rounds", "rounds_on_device")
 _ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the other stages run on the host
 
 
@@ -32,7 +29,7 @@ class StageClock:
     """Seconds spent in each stage since the last `take`. Stages do not nest."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """`synchronize` waits until the engine's device is idle, after each of its stages, whose times so are exact."""
+        """`synchronize` waits until the engine's device is idle: after each of its stages, whose times so are exact."""
         self._synchronize = synchronize
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
@@ -49,7 +46,6 @@ class StageClock:
         self.seconds[self._stage] += time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:
-        """The seconds of each stage since the last call."""
         taken, self.seconds = self.seconds, dict.fromkeys(STAGES, 0.0)
         return taken
 
@@ -111,7 +107,6 @@ class RequestMetrics:
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     on_device: bool = False  # whether rounds stay on the device, but where they are beside one that cannot
     why_host: str | None = None  # the reason where rounds run on the host
-    sequences: int = 1  # that the figures are of
 
     def add_round(self, tokens: int, nodes: int, decision: Decision | None = None) -> None:
         """Count a round that committed `tokens` and verified `nodes`; `decision` where the budget was chosen."""

@@ -15,8 +15,6 @@ LayoutName = Literal["trtllm", "vllm"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a request or a response."""
-
     name: str
     dtype: str  # Triton's name of the data type, without TYPE_
     dims: tuple[int, ...] = (1,)  # without the batch; -1 is any
@@ -66,7 +64,6 @@ SETS |= {"num_draft_tokens": "tree_budget", "num_return_sequences": "n"}
 
 
 def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
-    """Data type and dimensions of a parameter's values."""
     if row.type is int and row.bounds is not None and row.bounds.highest >= 2**31:
         return "UINT64", (1,)
     if row.type == tuple[str, ...]:
@@ -104,21 +101,16 @@ _VLLM = (
 TIMES = ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns")
 
 
-def _named(*tensors: Tensor) -> dict[str, Tensor]:
-    return {tensor.name: tensor for tensor in tensors}
-
-
 def _outputs(*others: Tensor) -> dict[str, Tensor]:
-    """The outputs that both layouts have, and these."""
     texts = (Tensor(name, "STRING", (-1,)) for name in ("text_output", "finish_reason"))
     drafts = (Tensor(f"total_{name}draft_tokens", "INT32") for name in ("accepted_", ""))
-    return _named(*texts, Tensor("acceptance_rate", "FP32"), *drafts, *others)
+    return {each.name: each for each in (*texts, Tensor("acceptance_rate", "FP32"), *drafts, *others)}
 
 
 TRTLLM = Layout(
     "trtllm",
     "TensorRT-LLM's `tensorrt_llm_bls` model",
-    _named(*_TRTLLM),
+    {tensor.name: tensor for tensor in _TRTLLM},
     _outputs(
         Tensor("num_input_tokens", "INT32"),
         Tensor("num_output_tokens", "INT32"),  # of all sequences
@@ -135,7 +127,7 @@ TRTLLM = Layout(
 VLLM = Layout(
     "vllm",
     "Triton's vLLM backend",
-    _named(*_VLLM),
+    {tensor.name: tensor for tensor in _VLLM},
     _outputs(
         Tensor("num_input_tokens", "UINT32"),
         Tensor("num_output_tokens", "UINT32", (-1,)),  # of each sequence

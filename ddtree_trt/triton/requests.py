@@ -48,8 +48,6 @@ _FROM_TEXT = {name for name, row in PARAMETERS.items() if row.type not in (str, 
 
 @dataclass(frozen=True)
 class Call:
-    """A checked request."""
-
     prompt: str
     params: SamplingParams
     stream: bool

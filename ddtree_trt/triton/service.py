@@ -1,10 +1,8 @@
 """The engine behind one model instance: requests in, responses out, many at a time; and its metrics.
 
-Two threads besides the server's: the engine's worker, and an event loop on which every request is a task that forwards
-its parts. One task more ends cancelled requests and flushes the metrics, 20 times a second.
-
-The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests add
-to plain numbers, and one lock guards the flush, whose exchange with the server takes about 30 µs per metric.
+Besides the engine's worker there is an event loop on which every request is a task that forwards its parts, and one
+task ends cancelled requests and flushes the metrics. The Python backend's metric objects crash the server when two
+threads use them at once: requests add to plain numbers, and a lock guards the flush.
 """
 
 from __future__ import annotations
@@ -30,9 +28,6 @@ from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.triton.layouts import LAYOUTS, Layout
 from ddtree_trt.triton.requests import Arrays, Call, response
 
-# Outcomes of requests.
-OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
-
 REQUESTS = "ddtree_requests_total"  # published beside the rows of the table
 REQUEST_COUNTERS = {row.name: row for row in COUNTERS if row.triton}
 ENGINE_GAUGES = {row.name: row for row in GAUGES if row.triton}
@@ -42,11 +37,9 @@ _BOUNDS: dict[Unit, Sequence[float]] = {"seconds": SECONDS, "seconds per token":
 
 
 class Metrics:
-    """Counters, gauges and histograms of one model instance."""
-
     def __init__(self, family: Any, labels: Mapping[str, str]) -> None:
-        """`family`: the server's `MetricFamily`. `labels`: of every sample, the instance's alone, or instances would
-        overwrite each other's gauges. Raises EngineError if the server is too old to have histograms."""
+        """`family`: the server's `MetricFamily`. `labels`: the instance's own, or instances would share gauges. Raises
+        EngineError if the server is too old to have histograms."""
         if not hasattr(family, "HISTOGRAM"):
             raise EngineError("this Triton server has no metrics that are histograms; use one of 24.10 or newer")
         self._families: list[Any] = []  # a family must outlive its metrics
@@ -78,7 +71,6 @@ class Metrics:
                 self._observed += [(name, value) for value in row.observations(figures)]
 
     def count_outcome(self, outcome: str) -> None:
-        """Add a request to those of its outcome. Any thread may call it."""
         with self._adding:
             self._pending[outcome] += 1
 
@@ -106,8 +98,6 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Settings:
-    """The exported model's settings."""
-
     layout: Layout
     max_queue: int  # sequences that may wait for a slot
     threads: int  # CPU threads of the engine; 0 chooses
@@ -147,8 +137,10 @@ WATCH_S = 0.05  # longest delay until a cancellation is noticed
 _MESSAGE_BYTES = 1000  # of an error; what it repeats of a request is shorter
 _log = logging.getLogger(__name__)
 Code = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]  # names of TritonError's codes
-# Outcome of a request that did not finish → what its client gets.
-_CODES: dict[str, Code] = {
+# What the client of a request gets, by its outcome; of one that finished no error.
+OUTCOMES: dict[str, Code | None] = {
+    "stop": None,
+    "length": None,
     "cancelled": "CANCELLED",
     "timeout": "UNAVAILABLE",
     "refused": "INVALID_ARG",
@@ -160,16 +152,14 @@ _MESSAGES = {"cancelled": "the request was cancelled", "shutdown": "the model is
 
 
 class Reply(Protocol):
-    """Sends responses to one request's client. `cancelled` is called by another thread than `send`."""
+    """Sends responses to one request's client; an error is the last one. Whether the client has cancelled the request
+    or disconnected is asked on another thread."""
 
-    def send(self, arrays: Arrays, *, final: bool) -> None:
-        """Send a response."""
+    def send(self, arrays: Arrays, *, final: bool) -> None: ...
 
-    def fail(self, code: Code, message: str) -> None:
-        """Send an error as the last response."""
+    def fail(self, code: Code, message: str) -> None: ...
 
-    def cancelled(self) -> bool:
-        """Whether the client has cancelled the request or disconnected."""
+    def cancelled(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -181,7 +171,6 @@ class _Job:
     tokens: int = 0  # made so far
 
     def end(self, outcome: str) -> None:
-        """Cancel the task with this outcome."""
         self.ended_by = outcome
         self.task.cancel()
 
@@ -190,7 +179,6 @@ class Service:
     """Runs requests on an engine until it is closed. Raises ArtifactError when the engine cannot be used."""
 
     def __init__(self, engine_dir: Path, settings: Settings, metrics: Metrics) -> None:
-        """`metrics`: this instance's, closed with the service."""
         self._metrics = metrics
         self._llm = AsyncLLM(
             engine_dir, threads=settings.threads, max_waiting=settings.max_queue, on_finished=self._count
@@ -264,7 +252,6 @@ class Service:
             self._jobs.discard(job)
 
     async def _forward(self, job: _Job) -> str:
-        """Send the request's responses; returns the outcome."""
         call = job.call
         whole: RequestOutput | None = None
         if call.params.structured is not None:  # compiling takes its time, which others should not wait
@@ -311,7 +298,7 @@ class Service:
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
         """Count a request that ended, and send its error, if any, without a traceback or path of this machine."""
         self._metrics.count_outcome(outcome)
-        if outcome not in _CODES:
+        if (code := OUTCOMES[outcome]) is None:
             return
         try:
             message = _MESSAGES.get(outcome) or str(cause)
@@ -319,6 +306,6 @@ class Service:
                 message = f"unexpected {type(cause).__name__}; the server's log says more"
             # Text that is not valid Unicode cannot be sent, and the server would wait for this answer until it ends.
             sent = message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore")
-            reply.fail(_CODES[outcome], sent)
+            reply.fail(code, sent)
         except Exception:  # the server refused the answer, and the client cannot be reached otherwise
             _log.exception("a client could not be told that its request ended: %s", outcome)

@@ -57,8 +57,6 @@ Watcher = Callable[[Round], None]
 
 
 class _Part:
-    """One sequence's part in a pass."""
-
     tree: TokenTree
     rows: LogitRows = "all"  # those of its logits that are needed
     path: Path | None = None  # its nodes to be kept; None before the walk, and if that failed
@@ -75,7 +73,6 @@ class PromptChunk(_Part):
     """The next tokens of a sequence's prompt, in a pass of their own or beside the trees of a round."""
 
     def __init__(self, sequence: Sequence, engine: Engine, most: int) -> None:
-        """`most`: most tokens [T] of it."""
         super().__init__(sequence, engine)
         prompt, end = sequence.prompt, min(self.past + most, len(sequence.prompt))
         self.tree = token_chain(np.array(prompt[self.past : end], np.int64))
@@ -97,8 +94,6 @@ class PromptChunk(_Part):
 
 
 class _SlotRound(_Part):
-    """One sequence's share of a round."""
-
     ceiling = 0  # most nodes to draft
     decision: Decision | None = None  # why the tree has its size; None for a fixed budget
     drafted = EMPTY
@@ -144,7 +139,6 @@ class _SlotRound(_Part):
         s.metrics.add_round(len(self.path), len(tree.token_ids), self.decision)
 
     def learn(self) -> None:
-        """Tell an automatic budget what its decision came to."""
         s, path = self.sequence, self.path
         if isinstance(s.budget, AutoBudget) and self.decision is not None and path is not None:
             s.budget.observe(self.decision, self.drafted, path, ends=s.finish_reason is not None)
@@ -166,7 +160,6 @@ def each(parts: Iterable[_Part], work: str, *columns: Iterable[Any]) -> None:
 
 
 def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
-    """Advance a prompt by a chunk, in a pass of its own."""
     with clock("prefill"):
         taps = chunk.sequence.drafts
         verdict = engine.prefill(chunk.slot, chunk.tree.token_ids, rows=chunk.rows, taps=taps)

@@ -7,7 +7,7 @@ differs between them is a field here. The command line reads the names: loading 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,16 +85,13 @@ class Method:
 
     @property
     def drafts(self) -> bool:
-        """Whether it uses the drafter."""
         return self.drafted is not None
 
     def serves(self, drafter_kind: str) -> bool:
-        """Whether it works with a drafter of that kind."""
         return not self.drafts or drafter_kind in self.drafters
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Kinds of drafter it can use."""
         return tuple(kind.name for kind in KINDS.values() if kind.drafts == self.drafted)
 
     def default_budget(self, drafter: DrafterKind) -> int | None:
@@ -122,16 +119,7 @@ DFLASH_SAMPLE = Method(
     draws=True,
     host_reason="draws its drafts",
 )
-DRAFT_MODEL = Method(
-    name="draft-model",
-    drafted="tokens",
-    propose=_drawn_chain,
-    candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
-    weighs_costs=True,
-    draws=True,
-    host_reason="draws its drafts",
-)
-
+DRAFT_MODEL = replace(DFLASH_SAMPLE, name="draft-model", drafted="tokens", weighs_costs=True)
 EAGLE = Method(
     name="eagle",
     drafted="levels",

@@ -1,12 +1,9 @@
-"""The random numbers of one completion. Each is a function of the request's seed and of its purpose.
+"""The random numbers of one completion, by the rule in `cpp_plugins/include/ddtree/noise.h` for host and device.
 
 A token is drawn as the argmax of log-weight + Gumbel noise, where the noise belongs to (seed, position, token id): the
-draw does not depend on the tree the token is found in, and a difference by rounding changes it at near ties only. The
-rule is in `cpp_plugins/include/ddtree/noise.h`, for host and device.
-
-The target's draws, the drafter's, the decisions to keep drafted tokens and the draws in place of rejected ones have a
-seed each. No number is used twice: a position is emitted once, and the drafter's noise also depends on the start of its
-round, since a later round may draft for a position again.
+draw does not depend on the tree the token is found in, and a difference by rounding changes it at near ties only. Each
+purpose has a seed, and no number is used twice: a position is emitted once, and the drafter's noise also depends on the
+start of its round, since a later round may draft for a position again.
 """
 
 import numpy as np

@@ -111,7 +111,6 @@ class Sampler:
         return self._draw(_masked(logits, matcher.mask()))
 
     def _draw(self, logits: Row) -> int:
-        """The token at a row of logits [V]."""
         if not self.params.stochastic:
             return self._best(logits)
         if not self._filters:
@@ -167,7 +166,6 @@ class Sampler:
         return p
 
     def _best(self, logits: Row) -> int:
-        """The most probable token."""
         x = self._processed(logits)
         token = int(x.argmax())
         if not math.isfinite(x[token]):

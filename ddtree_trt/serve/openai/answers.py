@@ -69,7 +69,7 @@ def acceptance(outputs: Sequence[RequestOutput], longest_draft: int) -> Answer:
     are those of vLLM's object `metrics`: they describe one sequence, and are null for a request of several."""
     metrics = merge(o.metrics for o in outputs)
     answer = {name: getattr(metrics, name) for name in _FIGURES}
-    if metrics.sequences > 1:
+    if metrics.parts:  # several sequences
         return answer | dict.fromkeys(["speculative_decoding", *_MILLISECONDS, "tokens_per_second"])
     times = {name: getattr(metrics, ours) for name, ours in _MILLISECONDS.items()}
     seconds = metrics.inference_time_s

@@ -55,7 +55,6 @@ class Costs:
 
     @property
     def corrected(self) -> Profile:
-        """The profile with what rounds have shown."""
         self._read()
         means = (replace(each, ratio=each.ratio * self._pace) for each in self._means.values())
         return replace(self._profile, corrections=tuple(means))

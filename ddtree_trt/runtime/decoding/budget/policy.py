@@ -47,8 +47,6 @@ class Decision(NamedTuple):
 
 @dataclass
 class FixedBudget:
-    """The same budget every round."""
-
     nodes: int
     levels: int | None = None  # of a drafter that drafts level by level; None for as many as nodes
 
@@ -130,8 +128,6 @@ Budget = FixedBudget | AutoBudget
 
 
 class SlotInput(NamedTuple):
-    """One slot's part in a round."""
-
     budget: Budget
     past: int  # tokens in front of those to draft
     left: int  # most tokens that may still come, 1 or more
@@ -244,7 +240,6 @@ class RoundPlan:
         return _native.best_size(gains, added_s, float(self._slots), self._round_s)
 
     def _prices(self, drafting: int) -> _Prices:
-        """What drafts for so many slots take."""
         shared, past = self._shared, self._past
         deepest = max(self._deepest.values())
         kept, key = shared.costs.kept, (drafting, past // STEP, self._slots, self._passes, deepest)
