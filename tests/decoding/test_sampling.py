@@ -66,18 +66,6 @@ def test_distribution_is_the_documented_one(
         assert np.maximum(found, expected)[differing].max() <= smallest * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("top_k", range(1, VOCAB + 2))
-def test_top_k_keeps_so_many(top_k: int) -> None:
-    """Of the target's row and of a drafter's; alone and beside the other filters."""
-    best = np.sort(np.argsort(-LOGITS)[:top_k]).tolist()
-    others: list[dict[str, Any]] = [{}, {"top_p": 0.9999}, {"min_p": 1e-4}]
-    for options in others:
-        tested = sampler(temperature=1.0, top_k=top_k, **options)
-        assert np.flatnonzero(tested.distribution(LOGITS)).tolist() == best
-        drawn = tested.draft(np.sort(LOGITS)[::-1], np.argsort(-LOGITS).astype(np.int32), 0)
-        assert sorted(drawn.candidates[drawn.probs > 0].tolist()) == best
-
-
 # Their sums are exact in any order.
 WEIGHTS = st.lists(st.integers(0, 40).map(float) | st.integers(0, 30).map(lambda e: 2.0**-e), min_size=1, max_size=200)
 

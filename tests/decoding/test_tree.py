@@ -64,20 +64,6 @@ def test_build_tree_keeps_its_contract(dtype: type, ids: Any) -> None:
     assert tree.log_weights.dtype == np.float64
 
 
-@pytest.mark.parametrize(
-    ("log_probs", "token_ids", "budget"),
-    [
-        (LOG_PROBS, TOKEN_IDS, -1),
-        (LOG_PROBS, [[7, 8], [7, 5]], 3),
-        (LOG_PROBS[0], TOKEN_IDS[0], 3),
-        ([[np.nan]], [[1]], 3),
-    ],
-)
-def test_build_tree_refuses_what_is_no_draft(log_probs: object, token_ids: object, budget: int) -> None:
-    with pytest.raises(ValueError):
-        build_tree(log_probs, token_ids, budget)  # type: ignore[arg-type]
-
-
 def test_a_tree_of_one_branch_and_one_of_none() -> None:
     tree = chain([4, 4, 2], [-0.5, -0.25, -1.0])
     assert tree.token_ids.tolist() == [4, 4, 2]

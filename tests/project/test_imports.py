@@ -34,7 +34,6 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
 
 # A drafter kind's package has a half of each side; the rest of it is a leaf.
 BUILD_HALF = ("dialects.py", "graph.py")
@@ -69,21 +68,6 @@ def imports(tree: ast.AST) -> set[str]:
     return found
 
 
-def loaded_imports(tree: ast.Module) -> set[str]:
-    """Imports that run when the module is loaded: not those inside functions or under TYPE_CHECKING."""
-    found: set[str] = set()
-    todo: list[ast.AST] = list(tree.body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= imports(node)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            todo += node.orelse
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            todo += ast.iter_child_nodes(node)
-    return found
-
-
 def within(names: set[str], module: str) -> set[str]:
     return {name for name in names if name == module or name.startswith(f"{module}.")}
 
@@ -93,12 +77,8 @@ def our_files(names: set[str]) -> set[str]:
     version and the native module are nobody's file."""
     found = set()
     for name in within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.__version__"} - within(names, NATIVE):
-        parts = name.split(".")[1:]
-        ways = [
-            ("/".join(parts[:end]) + end_of)
-            for end in (len(parts), len(parts) - 1)
-            for end_of in (".py", "/__init__.py")
-        ]
+        path = name.split(".", 1)[1].replace(".", "/")
+        ways = [each + end for each in (path, path.rpartition("/")[0]) for end in (".py", "/__init__.py")]
         found.add(next((way for way in ways if (PACKAGE / way).is_file()), "__init__.py"))
     return found
 
@@ -128,8 +108,6 @@ def test_import_law(path: Path) -> None:
     for module, owners in OWNERS.items():
         own_half = place.startswith(KINDS) and place.endswith(f"/on_{module}.py")
         assert own_half or place.startswith(owners) or not within(names, module)
-    if within(loaded_imports(tree), "onnx"):
-        assert place.startswith(ONNX_ROOMS[0]) or (place.startswith(KINDS) and place.endswith(ONNX_ROOMS[1]))
     if own_side != "build":
         assert not within(names, "onnx")
 

@@ -36,12 +36,6 @@ class Proposal(NamedTuple):
 # import what makes trees when they are called, and raise ValueError for an output that cannot be used.
 
 
-def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    from ddtree_trt.runtime.tree import EMPTY
-
-    return Proposal(EMPTY)
-
-
 def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Proposal:
     """The most probable prefixes. Of a drafter by levels they are EAGLE-2's reranked tree (arXiv 2406.16858): all its
     candidates compete, and none is more probable than the one it extends."""
@@ -110,7 +104,7 @@ DDTREE = Method(
     branches=True,
 )
 DFLASH = Method(name="dflash", drafted="block", propose=partial(_tree, width=1))
-AUTOREGRESSIVE = Method(name="ar", drafted=None, propose=_nothing)
+AUTOREGRESSIVE = Method(name="ar", drafted=None, propose=_tree)  # which is never asked for one
 DFLASH_SAMPLE = Method(
     name="dflash-sample",
     drafted="block",

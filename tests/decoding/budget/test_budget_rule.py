@@ -241,19 +241,6 @@ def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None
     assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
 
 
-def test_a_busy_time_is_forgotten() -> None:
-    """While all passes take three times as long, singles say that it is over."""
-    machine, answers = MACHINES["tiny"], [text(GOOD, 120, seed) for seed in range(12)]
-    shared = machine.budgets(1)
-    for _ in range(100):
-        for nodes in (0, 1, 3, 7, 15, 23):
-            shared.costs.learn(200, bool(nodes), [nodes], 3 * machine.draft_s(1), 3 * machine.verify_s([1 + nodes]))
-    for _ in range(50):
-        shared.costs.learn(200, 0, [0], 0.0, machine.verify_s([1]))
-    spent_s, _ = play(machine, answers, 1, lambda: AutoBudget(shared))
-    assert spent_s <= 1.03 * seconds_of(machine, answers, 1)
-
-
 @pytest.mark.parametrize("slots", [1, 8])
 def test_a_round_late_it_chooses_nearly_as_well(slots: int) -> None:
     """On a device, where a round is decided before the one before it is read."""

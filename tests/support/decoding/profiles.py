@@ -26,9 +26,7 @@ def make_budgets(profile: Profile, nodes: int = 64, depth: int = 15, proposes: D
     return AutoBudgets(Costs(profile, nodes), nodes, depth, proposes)
 
 
-CPU = make_profile(
-    draft_s=1.0, slope=0.08, first=0.22
-)  # about what the packaged pair costs: a draft as long as a token
+CPU = make_profile(draft_s=1.0, slope=0.08, first=0.22)  # about what the packaged pair costs
 SLOW_CPU = make_profile(draft_s=1.5, slope=0.12, first=0.28)
 GPU = make_profile(draft_s=0.22, slope=0.004, first=0.016)
 CHAINS = {"small": make_profile(0.17, 0.05, 0.05), "half": make_profile(0.45, 0.005, 0.015)}  # drafted by tokens
