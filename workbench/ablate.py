@@ -31,7 +31,7 @@ from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, Marginal
 from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.options import EngineOptions
-from ddtree_trt.runtime.tree import DraftTree, best_tree
+from ddtree_trt.runtime.tree import DraftTree
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.drafts import Text, record
 from workbench.options import PROMPTS, Json, Prompts, integers
@@ -39,11 +39,11 @@ from workbench.options import PROMPTS, Json, Prompts, integers
 
 def heap(candidates: Candidates, nodes: int, depth: int) -> DraftTree:
     """The most probable `nodes` nodes, at most `depth` deep."""
-    return best_tree(candidates, nodes, max_depth=depth)
+    return DraftTree(*candidates.best_first(nodes, max_depth=depth))
 
 
 def chain(candidates: Candidates, nodes: int, depth: int) -> DraftTree:
-    return best_tree(candidates, nodes, max_depth=depth, width=1)
+    return DraftTree(*candidates.best_first(nodes, max_depth=depth, width=1))
 
 
 def eagle2(candidates: Candidates, nodes: int, depth: int, width: int = 10) -> DraftTree:

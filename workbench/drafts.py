@@ -23,7 +23,7 @@ from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.tree import DraftTree, best_tree, descend
+from ddtree_trt.runtime.tree import DraftTree, descend
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.options import PROMPTS, Output, Prompts
 
@@ -39,7 +39,7 @@ class Text:
 
     def tree(self, place: int, nodes: int, width: int | None = None) -> DraftTree:
         """The draft behind token `place`."""
-        return best_tree(self.drafts[place], nodes, width=width)
+        return DraftTree(*self.drafts[place].best_first(nodes, width=width))
 
     def path(self, place: int, tree: DraftTree) -> NDArray[np.int32]:
         """The nodes that the answer takes, root first, at most as many as it has tokens left."""

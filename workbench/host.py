@@ -40,7 +40,7 @@ from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import best_tree
+from ddtree_trt.runtime.tree import DraftTree
 from workbench.options import bare_manifest
 
 POSITIONS = 15
@@ -134,7 +134,7 @@ class ReadyRounds:
         results = []
         for request in self._launched.popleft():
             if (key := (request.budget, request.looks)) not in self._made:
-                more = best_tree(self._engine.ready.candidates, 2 * request.budget)
+                more = DraftTree(*self._engine.ready.candidates.best_first(2 * request.budget))
                 tree = more.cut(request.budget)
                 choices = self._engine.choices[np.append(0, tree.depths)]
                 path = _native.walk(tree.parents, tree.token_ids, choices)

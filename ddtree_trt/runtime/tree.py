@@ -1,8 +1,8 @@
 """The draft tree: from a drafter's candidates to the tokens one target pass verifies.
 
-`best_tree` is Algorithm 1 of DDTree (arXiv 2604.12989): the B most probable prefixes under the product of the drafter's
-conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose proofs use no
-more than that a prefix is no more probable than the one it extends). The heap, the masks and the walk are C++.
+Candidates' `best_first` is Algorithm 1 of DDTree (arXiv 2604.12989): the B most probable prefixes under the product of
+the drafter's conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose
+proofs use no more than that a prefix is no more probable than the one it extends). Heap, masks and walk are C++.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.candidates import Candidates, Marginals
+from ddtree_trt.runtime.candidates import Marginals
 
 
 @dataclass(frozen=True)
@@ -61,31 +61,19 @@ class TokenTree:
         return _native.packed_mask(self.parents)
 
 
-def best_tree(
-    candidates: Candidates, budget: int, *, max_depth: int | None = None, width: int | None = None
-) -> DraftTree:
-    """The tree of at most `budget` nodes, the root aside: the most probable prefixes of at most `max_depth` tokens,
-    with at most `width` children of a node. The tree of a smaller budget is its beginning.
-
-    Raises ValueError for candidates that cannot be used, a negative budget or depth, or a width of 0.
-    """
-    return DraftTree(*candidates.best_first(budget, max_depth, width))
-
-
 def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> DraftTree:
     """The `budget` most probable prefixes of marginals as a tree, or as many as there are.
 
     `log_probs`: float32 [L, K], each row falling, of the candidates `token_ids`, int [L, K]. Raises ValueError for
     shapes that differ, a negative budget, or NaN.
     """
-    return best_tree(Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)), budget)
+    return DraftTree(*Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)).best_first(budget))
 
 
-def chain(token_ids: ArrayLike, log_probs: ArrayLike | None = None) -> DraftTree:
-    """A tree without branches, tokens [n] from the root down. Without log_probs [n] the log-weights are 0."""
+def chain(token_ids: ArrayLike) -> DraftTree:
+    """A tree without branches, tokens [n] from the root down, all of log-weight 0."""
     ids = np.ascontiguousarray(token_ids, np.int32)
-    weights = np.zeros(len(ids)) if log_probs is None else np.cumsum(log_probs, dtype=np.float64)
-    return DraftTree(ids, np.arange(1, len(ids) + 1, dtype=np.int32), chain_parents(len(ids) + 1), weights)
+    return DraftTree(ids, np.arange(1, len(ids) + 1, dtype=np.int32), chain_parents(len(ids) + 1), np.zeros(len(ids)))
 
 
 def chain_parents(length: int) -> NDArray[np.int32]:

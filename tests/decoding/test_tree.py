@@ -11,7 +11,7 @@ from profiles import make_budgets, make_profile
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, RoundPlan, SlotInput
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, best_tree, build_tree, chain, chain_parents, compile_tree, descend
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain, chain_parents, compile_tree, descend
 
 LOG_PROBS = np.log([[0.6, 0.32, 0.08], [0.5, 0.4, 0.1]])
 TOKEN_IDS = [[7, 8, 9], [7, 5, 6]]
@@ -65,12 +65,11 @@ def test_build_tree_keeps_its_contract(dtype: type, ids: Any) -> None:
 
 
 def test_a_tree_of_one_branch_and_one_of_none() -> None:
-    tree = chain([4, 4, 2], [-0.5, -0.25, -1.0])
+    tree = chain([4, 4, 2])
     assert tree.token_ids.tolist() == [4, 4, 2]
     assert tree.depths.tolist() == [1, 2, 3]
     assert tree.parents.tolist() == chain_parents(4).tolist() == [-1, 0, 1, 2]
-    assert tree.log_weights.tolist() == [-0.5, -0.75, -1.75]
-    assert chain([4, 4]).log_weights.tolist() == [0, 0]
+    assert tree.log_weights.tolist() == [0, 0, 0]
     compiled = compile_tree(9, EMPTY)
     assert (compiled.token_ids.tolist(), compiled.parents.tolist(), compiled.depths.tolist()) == ([9], [-1], [0])
 
@@ -116,7 +115,7 @@ def test_automatic_budgets_weigh_conditionals(form: str) -> None:
     of = forms[form]
     plan = RoundPlan([SlotInput(AutoBudget(make_budgets(make_profile(draft_s=0.2), 32, 4)), 0, 99)])
     (ceiling,) = plan.ceilings()
-    tree = best_tree(of, ceiling)
+    tree = DraftTree(*of.best_first(ceiling))
     (nodes,), (decision,) = plan.choose([tree]), plan.decisions
     assert decision is not None and 0 < nodes <= len(tree)
     assert decision.expected_tokens == pytest.approx(1 + np.exp(tree.log_weights[:nodes]).sum(), rel=1e-9)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
-from ddtree_trt.runtime.tree import DraftTree, best_tree
+from ddtree_trt.runtime.tree import DraftTree
 
 BUDGETS = st.one_of(st.integers(0, 40), st.just(10_000))
 DEPTHS = st.sampled_from([None, 0, 1, 2])
@@ -91,9 +91,9 @@ def nodes(candidates: Candidates, tree: DraftTree) -> list[Node]:
 def assert_best(candidates: Candidates, max_depth: int | None, budgets: Iterable[int] | None = None) -> None:
     """Of these budgets, or of all from none to past the end: the first of all prefixes by (-weight, ranks)."""
     every = sorted(prefixes(candidates, 99 if max_depth is None else max_depth))
-    largest = best_tree(candidates, len(every) + 2, max_depth=max_depth)
+    largest = DraftTree(*candidates.best_first(len(every) + 2, max_depth=max_depth))
     for budget in range(len(every) + 3) if budgets is None else budgets:
-        tree = best_tree(candidates, budget, max_depth=max_depth)
+        tree = DraftTree(*candidates.best_first(budget, max_depth=max_depth))
         assert nodes(candidates, tree) == every[:budget]
         cut = largest.cut(budget)
         for name in ("token_ids", "depths", "parents", "log_weights"):
@@ -142,7 +142,7 @@ def test_tree_of_production_size_is_algorithm_1(length: int, width: int, budget:
     logits = -np.sort(-np.random.default_rng(budget).normal(0, 3, (length, width)), axis=1)
     log_probs = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
     candidates = Marginals(log_probs, np.tile(np.arange(width, dtype=np.int32), (length, 1)))
-    assert nodes(candidates, best_tree(candidates, budget)) == algorithm_1(log_probs, budget)
+    assert nodes(candidates, DraftTree(*candidates.best_first(budget))) == algorithm_1(log_probs, budget)
 
 
 def conditional(form: Bilinear, t: int, before: int) -> np.ndarray:
@@ -169,7 +169,7 @@ def test_conditional_rows_are_their_definition(rank: int, count: int) -> None:
 def test_a_width_limits_the_children_of_every_node(width: int) -> None:
     form = bilinear(9, length=4, count=4)
     every = sorted(node for node in prefixes(form, 99) if max(node[1]) < width)
-    tree = best_tree(form, 500, width=width)
+    tree = DraftTree(*form.best_first(500, width=width))
     assert nodes(form, tree) == every
     if width == 1:
         assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
@@ -185,13 +185,13 @@ EMPTY: list[Candidates] = [
 
 @pytest.mark.parametrize("candidates", EMPTY)
 def test_nothing_grows_of_no_candidates(candidates: Candidates) -> None:
-    assert len(best_tree(candidates, 5)) == 0
+    assert len(DraftTree(*candidates.best_first(5))) == 0
 
 
 def test_impossible_candidates_never_enter() -> None:
     form = bilinear(0, length=2, count=2, rank=1)
     unary = np.array([[0, -np.inf], [-np.inf, -np.inf]], np.float32)
-    tree = best_tree(Bilinear(unary, form.token_ids, form.left, form.right), 9)
+    tree = DraftTree(*Bilinear(unary, form.token_ids, form.left, form.right).best_first(9))
     assert tree.token_ids.tolist() == form.token_ids[0, :1].tolist()
 
 
@@ -221,13 +221,13 @@ def linked(log_probs: list[list[float]], next_rows: list[list[int]]) -> LinkedRo
 )
 def test_candidates_that_cannot_be_used_are_refused(candidates: Candidates, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        best_tree(candidates, 50)
+        candidates.best_first(50)
 
 
 @pytest.mark.parametrize(("limit", "text"), [({"max_depth": -1}, "max_depth"), ({"width": 0}, "width")])
 def test_limits_that_make_no_sense_are_refused(limit: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        best_tree(bilinear(1), 5, **limit)
+        bilinear(1).best_first(5, **limit)
     with pytest.raises(ValueError, match="rows must be 0"):
         bilinear(1).child_log_probs([7])
 

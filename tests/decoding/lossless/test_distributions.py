@@ -8,7 +8,8 @@ find a sampler that is wrong. `pytest -m slow tests/decoding/lossless/test_distr
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from engine_builds import CHATS
 from matrix import CONSTRAINED, END, FORMS, METHODS, PENALTIES, PROMPT, QUALITIES, V, allowed, engine, text
 from scripted import completion, finish, generate
 from scripted_models import MarkovTarget
-from truth import FALSE_ALARM, chi_square, distribution, drift, joint
+from truth import FALSE_ALARM, chi_square, distribution, drift, joint, last_row
 
 from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.decoding.sampling import Sampler
@@ -269,40 +270,21 @@ CASES = [
 BEST: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
 
 
-class Rows:
-    """The target of an engine, as `joint` asks for it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def row(self, tokens: Sequence[int], /) -> np.ndarray:
-        """The logits [V] of what follows the tokens."""
-        self.engine.truncate(0, 0)
-        row = np.array(self.engine.prefill(0, np.array(tokens), rows="last", taps=False).logits[-1])
-        self.engine.truncate(0, 0)
-        return row
-
-
-@dataclass
-class Opened:
-    """An engine, and the prompt that leaves its target least sure of the next token."""
-
-    llm: LLM
-    method: str
-    prompt: list[int]
-    expected: dict[tuple[int, ...], float]  # of three tokens behind it, out of the three best at each step
+# An engine, its method, the prompt that leaves its target least sure of what follows, and the exact probability of the
+# three tokens behind it, out of the three best at each step.
+Opened = tuple[LLM, str, list[int], dict[tuple[int, ...], float]]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[Opened]:
     kind, method = request.param
     with LLM(built(kind, "onnxruntime", "fp32"), threads=1) as llm:
-        rows = Rows(llm.engine)
+        rows = SimpleNamespace(row=partial(last_row, llm))
         encoded = [llm.codec.encode(prompt) for prompt in CHATS[::5]]
         prompt = min(encoded, key=lambda ids: float(np.diff(np.sort(rows.row(ids))[-3:]).sum()))
         expected = joint(rows, SamplingParams(**BEST), prompt, 3)
         assert len(expected) == 27
-        yield Opened(llm, method, prompt, expected)
+        yield llm, method, prompt, expected
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
@@ -310,11 +292,12 @@ def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[Opened]:
 def test_engines_draw_from_the_targets_distribution(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, lies: str, count: int
 ) -> None:
-    engine = opened.llm.engine
+    llm, method, prompt, expected = opened
+    engine = llm.engine
     draft, vocab = engine.draft, engine.manifest.target_dims.vocab_size
     monkeypatch.setattr(engine, "draft", lambda asked: [with_lies(d, lies, vocab) for d in draft(asked)])
-    found = drawn(engine, opened.prompt, count, 4, method=opened.method, tree_budget=3, **BEST)
-    assert chi_square(found, opened.expected) > FALSE_ALARM
+    found = drawn(engine, prompt, count, 4, method=method, tree_budget=3, **BEST)
+    assert chi_square(found, expected) > FALSE_ALARM
 
 
 # The tests find what is wrong

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from drafts import LIES, with_lies
 from engine_builds import CHATS
+from truth import last_row
 
 from ddtree_trt import _native
 from ddtree_trt.artifact.precisions import PRECISIONS
@@ -90,17 +91,6 @@ class Tie:
 
 def _verdict(margin: float, rounding: float) -> bool | None:
     return True if margin > rounding else False if margin >= -rounding else None
-
-
-def last_row(llm: LLM, tokens: list[int]) -> np.ndarray:
-    """float32 [V]: what follows the tokens."""
-    engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
-    llm.reset_prefix_cache()
-    for start in range(0, len(tokens), chunk):
-        verdict = engine.prefill(0, np.array(tokens[start : start + chunk]), rows="last", taps=False)
-    row = np.array(verdict.logits[-1])
-    engine.truncate(0, 0)
-    return row
 
 
 def differences(llm: LLM, asked: Sequence[Any], params: Sequence[SamplingParams], found: Sequence[Any]) -> list[str]:
@@ -203,14 +193,9 @@ def check_random(opened: tuple[str, LLM], count: int, seed: int, **options: Any)
     assert len(wrong) <= 1 + ALLOWED * made
 
 
-def test_random_requests_give_the_tokens_of_ar(opened: tuple[str, LLM]) -> None:
-    check_random(opened, 8, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_random_requests_give_the_tokens_of_ar(opened: tuple[str, LLM]) -> None:
-    check_random(opened, 400, seed=2)
+@pytest.mark.parametrize("count", [8, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_random_requests_give_the_tokens_of_ar(opened: tuple[str, LLM], count: int) -> None:
+    check_random(opened, count, seed=1 if count == 8 else 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=["any", "top_p"])

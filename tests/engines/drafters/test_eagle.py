@@ -26,7 +26,7 @@ from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.tree import DraftTree, TokenTree, best_tree
+from ddtree_trt.runtime.tree import DraftTree, TokenTree
 
 K = 4
 
@@ -147,7 +147,7 @@ def test_each_pass_expands_the_most_probable_of_the_last_level(bonus: int, width
     rows, network = drafted(bonus, width=width, length=length)
     ranked = sorted(paths_of(rows, bonus).items(), key=lambda node: -node[1])
     for nodes in (1, 7, len(ranked)):
-        assert paths_within(best_tree(rows, nodes), bonus) == {path for path, _ in ranked[:nodes]}
+        assert paths_within(DraftTree(*rows.best_first(nodes)), bonus) == {path for path, _ in ranked[:nodes]}
     expected = expanded_of(bonus, width=width, length=length)
     assert [set(paths_in(nodes)[nodes.first :]) for (nodes,) in network.expanded] == expected
 

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from scipy.stats import chi2
 
+from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
 # Every statistical test here fails on a right implementation with this probability at most. Seeds are fixed, so a test
@@ -72,6 +73,17 @@ def joint(
             later = joint(target, params, prompt, length, (*output, token))
             found |= {tokens: p * q for tokens, q in later.items()}
     return found
+
+
+def last_row(llm: LLM, tokens: list[int]) -> np.ndarray:
+    """float32 [V]: what follows the tokens."""
+    engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
+    llm.reset_prefix_cache()
+    for start in range(0, len(tokens), chunk):
+        verdict = engine.prefill(0, np.array(tokens[start : start + chunk]), rows="last", taps=False)
+    row = np.array(verdict.logits[-1])
+    engine.truncate(0, 0)
+    return row
 
 
 def chi_square(counts: Mapping[Outcome, int], expected: Mapping[Outcome, float]) -> float:
