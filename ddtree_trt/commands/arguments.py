@@ -148,7 +148,7 @@ def _take_sampling(values: dict[str, Any]) -> dict[str, Any]:
             try:
                 given[row.name] = int(value)
             except ValueError:
-                raise UsageError(f"{row.option} must be a number or auto, not {shown(value)}") from None
+                raise UsageError(f"{flag_of(row.name)} must be a number or auto, not {shown(value)}") from None
     taken = {name: values.pop(name) for name in _CONSTRAINTS}
     constraints = {name: value for name, value in taken.items() if value}
     if len(constraints) > 1:

@@ -52,10 +52,6 @@ class Parameter:
         name = self.http.get(endpoint)
         return None if name is None else name or self.name
 
-    @property
-    def option(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
 
 def parameter(default: Any, text: str, more: str = "", **fields: Any) -> Any:
     """A field of SamplingParams, whose help is `text`; `fields` are others of `Parameter`."""

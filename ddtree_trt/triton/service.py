@@ -48,20 +48,15 @@ class Metrics:
         self._observed: list[tuple[str, float]] = []
         self._gauges: Mapping[str, float] = {}  # as they were set last
         self._adding, self._flushing = threading.Lock(), threading.Lock()
-
-        def made(kind: Any, name: str, text: str) -> Any:
-            self._families.append(family(name=name, description=text, kind=kind))
-            return self._families[-1]
-
-        for kind, rows in ((family.COUNTER, REQUEST_COUNTERS), (family.GAUGE, ENGINE_GAUGES)):
+        kinds = {family.COUNTER: REQUEST_COUNTERS, family.GAUGE: ENGINE_GAUGES, family.HISTOGRAM: REQUEST_HISTOGRAMS}
+        for kind, rows in kinds.items():
             for name, row in rows.items():
-                self._metrics[name] = made(kind, name, row.text).Metric(labels=dict(labels))
-        for name, row in REQUEST_HISTOGRAMS.items():
-            histogram = made(family.HISTOGRAM, name, row.text)
-            self._metrics[name] = histogram.Metric(labels=dict(labels), buckets=list(_BOUNDS[row.unit]))
-        ended = made(family.COUNTER, REQUESTS, "Requests that ended, by how.")
+                self._families.append(family(name=name, description=row.text, kind=kind))
+                buckets = {"buckets": list(_BOUNDS[row.unit])} if kind == family.HISTOGRAM else {}
+                self._metrics[name] = self._families[-1].Metric(labels=dict(labels), **buckets)
+        self._families.append(family(name=REQUESTS, description="Requests that ended, by how.", kind=family.COUNTER))
         for outcome in OUTCOMES:
-            self._metrics[outcome] = ended.Metric(labels={**labels, "outcome": outcome})
+            self._metrics[outcome] = self._families[-1].Metric(labels={**labels, "outcome": outcome})
 
     def count(self, figures: RequestMetrics) -> None:
         """Add the figures of a request that ended. Any thread may call it."""

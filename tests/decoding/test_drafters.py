@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_eagle, make_target
-from drafts import marginals
 from profiles import CHAINS
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.loop import Round
-from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines import profile
-from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.profile import measure
 from ddtree_trt.runtime.llm import LLM
@@ -47,12 +44,6 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("unlike"), **shape)
 
 
-@pytest.fixture(scope="module")
-def smaller(unlike: Path) -> Iterator[LLM]:
-    with LLM(unlike) as llm:
-        yield llm
-
-
 def prompts(count: int, size: int = 6) -> list[list[int]]:
     return np.random.default_rng(size).integers(2, TARGET_DIMS.vocab_size, (count, size)).tolist()
 
@@ -67,37 +58,6 @@ def test_a_perfect_drafter_is_always_accepted(same: LLM, budget: int, rounds: in
     params = SamplingParams(method="draft-model", tree_budget=budget, max_tokens=most, ignore_eos=True, **options)
     (output,) = same.generate(PROMPT, params)
     assert output.metrics.acceptance_lengths == [1 + budget] * rounds
-
-
-def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> None:
-    """After rejections, reuse of a longer prompt's cache and a change of slot, the draft is that of a fresh cache."""
-    engine = smaller.engine
-    sampler = Sampler(SamplingParams(), TARGET_DIMS.vocab_size, PROMPT, frozenset())
-
-    def draft(slot: int) -> list[int]:
-        request = DraftRequest(slot, 11, 1, 5, sampler.draft)
-        return marginals(engine.draft([request])[0]).token_ids[:, 0].tolist()
-
-    def fill(slot: int, tokens: list[int]) -> None:
-        engine.prefill(slot, np.array(tokens), rows="none", taps=True)
-
-    def fresh(tokens: list[int]) -> list[int]:
-        engine.truncate(0, 0)
-        fill(0, tokens)
-        return draft(0)
-
-    engine.truncate(1, 0)
-    fill(1, PROMPT)
-    drafted = draft(1)
-    accepted = [11, drafted[0], drafted[1]]
-    fill(1, [*accepted, 50])  # and the third one rejected
-    assert draft(1) == fresh([*PROMPT, *accepted, 50])
-    engine.truncate(1, len(PROMPT) + 2)
-    assert draft(1) == fresh([*PROMPT, *accepted[:2]])
-    engine.truncate(1, len(PROMPT))
-    fill(1, [30, 31, 32])
-    assert draft(1) == fresh([*PROMPT, 30, 31, 32])
-    assert draft(1) == fresh([*PROMPT, 30, 31, 32])
 
 
 def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ The table is the text between `<!-- begin parameters -->` and `<!-- end paramete
 from pathlib import Path
 from typing import Any
 
+from ddtree_trt.records import flag_of
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import BOTH, MAX_SEED, PARAMETERS, Parameter
 from ddtree_trt.runtime.values import MAX_INTEGER
@@ -36,7 +37,7 @@ def table() -> str:
     lines = []
     for row in PARAMETERS.values():
         cells = [f"`{row.name}`", _default(row.default), values(row), f"{row.help} {row.more}".strip()]
-        cells += [ON_DEVICE[row.device], "" if row.metavar is None else f"`{row.option}`", _http(row)]
+        cells += [ON_DEVICE[row.device], "" if row.metavar is None else f"`{flag_of(row.name)}`", _http(row)]
         cells.append(", ".join(f"`{name}`" for name, field in SETS.items() if field == row.name))
         lines.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(lines)

@@ -197,7 +197,7 @@ def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> 
         left = s.max_tokens - len(s.output) - ahead  # a round makes a token at least
         if left > 0 <= ahead:
             unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
-            inputs.append(SlotInput(s.budget, engine.length(slot), left, s.drafts, unseen))
+            inputs.append(SlotInput(s.budget, engine.length(slot), left, unseen))
             going.append((s, slot))
     if not going:
         return False
@@ -258,7 +258,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         for part in slot_rounds:
             s = part.sequence
             unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
-            inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
+            inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), unseen))
         budgets = RoundPlan(inputs)
         for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
             part.ceiling = ceiling

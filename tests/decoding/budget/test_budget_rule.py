@@ -348,12 +348,6 @@ def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -
             )
 
 
-def test_a_slot_that_may_not_draft_is_left_alone() -> None:
-    plan = RoundPlan([SlotInput(AutoBudget(make_budgets(GPU)), 0, 99, drafts=False)])
-    assert plan.ceilings() == [0] and plan.decisions == [None]
-    plan.took(0.0, 1.0, [0])
-
-
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_length_of_a_chain_follows_what_is_accepted(name: str) -> None:
     profile = CHAINS[name]

@@ -131,7 +131,6 @@ class SlotInput(NamedTuple):
     budget: Budget
     past: int  # tokens in front of those to draft
     left: int  # most tokens that may still come, 1 or more
-    drafts: bool = True  # whether it may use the drafter
     unseen: int = 0  # tokens of the past that the drafter has still to take in
 
 
@@ -155,8 +154,8 @@ class RoundPlan:
         self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
         self._probes = False  # whether those that draft only see whether it pays again
-        self._nodes = [s.budget.nodes if s.drafts and isinstance(s.budget, FixedBudget) else 0 for s in slots]
-        self._autos = {i: s.budget for i, s in enumerate(slots) if s.drafts and isinstance(s.budget, AutoBudget)}
+        self._nodes = [s.budget.nodes if isinstance(s.budget, FixedBudget) else 0 for s in slots]
+        self._autos = {i: s.budget for i, s in enumerate(slots) if isinstance(s.budget, AutoBudget)}
         if not self._autos:
             return
         requests = list(self._autos.values())
