@@ -27,7 +27,7 @@ def sampler(prompt: tuple[int, ...] = (1, 3), stops: tuple[int, ...] = (), index
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
-        "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.0, 2.0]),
+        "temperature": st.sampled_from([0.0, 1e-6, 0.3, 0.7, 1.0, 2.0, 100.0]),
         "top_k": st.integers(0, VOCAB + 2) | st.just(1000),
         "top_p": st.floats(0.05, 1) | st.just(1e-9),
         "min_p": st.floats(0, 1),
@@ -92,13 +92,6 @@ def test_a_nucleus_of_very_unequal_and_of_no_weights() -> None:
     for empty in (np.zeros(0), np.zeros(5)):
         _native.keep_nucleus(empty, 0.5)
         assert not empty.any()
-
-
-@pytest.mark.parametrize("temperature", [1e-6, 100.0])
-def test_extreme_temperatures_stay_finite(temperature: float) -> None:
-    p = sampler(temperature=temperature).distribution(LOGITS * 50)
-    assert p.sum() == pytest.approx(1)
-    assert p.argmax() == 0
 
 
 PROBS = st.lists(st.floats(0.01, 1), min_size=5, max_size=5)
