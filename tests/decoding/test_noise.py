@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from truth import FALSE_ALARM, chi_square
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.decoding.noise import Noise
+from ddtree_trt.runtime.decoding.sampling import Noise
 
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**40 - 1)

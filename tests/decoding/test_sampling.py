@@ -11,8 +11,7 @@ from truth import distribution
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.decoding.noise import Noise
-from ddtree_trt.runtime.decoding.sampling import Sampler, logprob
+from ddtree_trt.runtime.decoding.sampling import Noise, Sampler, logprob
 from ddtree_trt.runtime.engines.base import DrawnFrom
 from ddtree_trt.runtime.params import SamplingParams
 

@@ -1,6 +1,6 @@
 """Choosing tokens from the target's logits, along the walk only.
 
-A token is drawn by noise that belongs to its position and id (`noise.py`), so the emitted tokens depend on the target's
+A token is drawn by noise that belongs to its position and id (`Noise`), so the emitted tokens depend on the target's
 logits, the parameters and the seed, but not on which trees were drafted: with one seed `ar`, `dflash` and `ddtree` give
 the same text, except where two tokens are within rounding of each other. That the distribution is preserved is trivial:
 every emitted token is a draw from the target.
@@ -15,16 +15,60 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.engines.base import DrawnFrom, Rows
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.matcher import Mask, Matcher, Preparing
 
 Row = NDArray[np.float32]  # [V]
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int32]
 _NOT_FINITE = (
     "the target's logits are not finite; rebuild the engine from an undamaged checkpoint, or an engine in fp16, in "
     "which states above 65504 overflow, with --precision bf16 or fp32"
 )
+
+
+class Noise:
+    """The random numbers of one completion, by the rule in `cpp_plugins/include/ddtree/noise.h` for host and device.
+    Positions are indices in the whole sequence, prompt and output.
+
+    A token is the argmax of log-weight + Gumbel noise, which belongs to (seed, position, token id): a difference by
+    rounding changes it at near ties only. Each purpose has a seed, and no number is used twice: a position is emitted
+    once, and the drafter's noise also depends on the start of its round, as later ones may draft for a position again.
+    """
+
+    def __init__(self, seed: int | None, index: int) -> None:
+        """For the request's completion `index`; without a seed the numbers are random."""
+        sequence = np.random.SeedSequence(None if seed is None else [seed, index])
+        self._target, self._draft, self._keep, self._residual = sequence.generate_state(4, np.uint64).tolist()
+        self._round_start, self._round_seed = -1, 0  # of the latest draft: its round's first position, and its seed
+
+    @property
+    def target_seed(self) -> int:
+        """The seed of the target's draws, as an int64, for a device that draws by the same rule."""
+        return self._target - (1 << 64) if self._target >> 63 else self._target
+
+    def draw_logits(self, position: int, logits: NDArray[np.float32], temperature: float) -> int:
+        """The target's token from logits [V]; -1 where one is NaN or +inf, or none is finite."""
+        return _native.draw_logits(logits, temperature, self._target, position)
+
+    def draw(self, position: int, weights: Floats, ids: Ids | None) -> int:
+        """The target's token as an index into weights [K] of the tokens `ids` [K]; None for 0 … K − 1."""
+        return _native.draw_weights(weights, self._target, position, ids)
+
+    def draft(self, start: int, position: int, weights: Floats, ids: Ids) -> int:
+        """The drafter's token as an index into weights [K]. `start` is the first position its round drafts for."""
+        if self._round_start != start:
+            self._round_start, self._round_seed = start, _native.noise_bits(self._draft, start, 0)
+        return _native.draw_weights(weights, self._round_seed, position, ids)
+
+    def keeps(self, position: int, p: float, q: float) -> bool:
+        """Whether a drafted token is kept: true with probability min(1, p/q)."""
+        return (_native.noise_bits(self._keep, position, 0) >> 11) * 2.0**-53 * q < p
+
+    def residual(self, position: int, weights: Floats) -> int:
+        """The token drawn from weights [V] in place of a rejected one; -1 where all are 0."""
+        return _native.draw_weights(weights, self._residual, position)
 
 
 class Sampler:
@@ -135,7 +179,7 @@ class Sampler:
         token = self.noise.residual(self._position, np.maximum(p, 0, out=p))
         return drawn.token if token < 0 else token  # no residual: p and q differ by rounding only
 
-    def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
+    def draft(self, log_probs: Row, token_ids: Ids, depth: int) -> DrawnFrom:
         """Draw a draft token from the drafter's candidates [K], by falling probability, at this request's temperature
         and filters: any distribution is valid. `depth` is 0 for the token behind the bonus token."""
         params = self.params
@@ -150,7 +194,7 @@ class Sampler:
         index = self.noise.draft(self._position, self._position + depth, q, token_ids)
         return DrawnFrom(int(token_ids[index]), token_ids, q)
 
-    def distribution(self, logits: Row) -> NDArray[np.float64]:
+    def distribution(self, logits: Row) -> Floats:
         """The distribution that tokens are drawn from, float64 [V]; one-hot at temperature 0."""
         if self.matcher is not None:
             logits = _masked(logits, self.matcher.mask())
@@ -172,7 +216,7 @@ class Sampler:
             raise EngineError(_NOT_FINITE)
         return token
 
-    def _support(self, logits: Row) -> tuple[NDArray[np.int32] | None, NDArray[np.float64]]:
+    def _support(self, logits: Row) -> tuple[Ids | None, Floats]:
         """The tokens [K] that can be drawn, rising, or None for all V, and their weights [K]."""
         x, top_k = self._processed(logits), self.params.top_k
         if not 0 < top_k < len(x):
@@ -180,7 +224,7 @@ class Sampler:
         kept = np.sort(np.argpartition(x, -top_k)[-top_k:]).astype(np.int32)
         return kept, self._weights(x[kept])
 
-    def _weights(self, logits: Row) -> NDArray[np.float64]:
+    def _weights(self, logits: Row) -> Floats:
         """Probabilities of logits after temperature, top_p and min_p over the largest, float64 of their shape."""
         params, largest = self.params, float(logits.max())
         if not math.isfinite(largest):

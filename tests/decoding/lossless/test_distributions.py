@@ -21,8 +21,7 @@ from scripted import completion, finish, generate
 from scripted_models import MarkovTarget
 from truth import FALSE_ALARM, chi_square, distribution, drift, joint, last_row
 
-from ddtree_trt.runtime.decoding.noise import Noise
-from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.decoding.sampling import Noise, Sampler
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams

@@ -20,8 +20,7 @@ from truth import last_row
 
 from ddtree_trt import _native
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.runtime.decoding.noise import Noise
-from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.decoding.sampling import Noise, Sampler
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
