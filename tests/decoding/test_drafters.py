@@ -22,7 +22,6 @@ PROMPT = [5, 9, 2, 40, 7]
 
 
 def build(path: Path, **drafter: Any) -> Path:
-    """An engine whose target is always the same and whose drafter is `make_target(**drafter)`."""
     target = make_target(path / "target")
     make_target(path / "drafter", tokenizer=False, **drafter)
     request = BuildRequest(target="pair", checkpoint=target, drafter=path / "drafter", output=path / "engine")
@@ -80,7 +79,6 @@ LAYERS = 8
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a target with eight layers, whose usual taps the drafter reads."""
     path = tmp_path_factory.mktemp("eagle")
     target, drafter = make_target(path / "target", num_layers=LAYERS), make_eagle(path / "drafter")
     request = BuildRequest("pair", target, drafter, output=path / "engine", backend="onnxruntime", max_batch=3)
@@ -122,7 +120,6 @@ def test_prefixes_of_other_requests_are_reused(llm: LLM) -> None:
 
 
 def test_levels_of_a_fixed_budget(llm: LLM) -> None:
-    """EAGLE's own number."""
     rounds: list[Round] = []
     params = SamplingParams(max_tokens=30, ignore_eos=True, tree_budget=200)
     list(llm.stream(PROMPT, params, on_round=rounds.append))

@@ -71,7 +71,6 @@ ALONE = [alone(i) for i in range(len(MIXED))]
 
 
 def run(scheduler: Scheduler, *completions: Completion) -> None:
-    """To the end, whatever ends them."""
     for c in completions:
         scheduler.add(c)
     while scheduler.busy:
@@ -79,15 +78,12 @@ def run(scheduler: Scheduler, *completions: Completion) -> None:
 
 
 def ask(scheduler: Scheduler, tokens: list[int], max_tokens: int = 4, **options: Any) -> Completion:
-    """A request that runs alone, and must not fail."""
     c = completion(scheduler.engine, tokens, SamplingParams(max_tokens=max_tokens, **options))
     finish(scheduler, [c])
     return c
 
 
 def failing(engine: ScriptedEngine, verb: str) -> None:
-    """Let the engine fail at its next `verb`."""
-
     def fail(called: str, slots: tuple[int, ...]) -> None:
         if called == verb:
             engine.fail = lambda verb, slots: None
@@ -224,8 +220,6 @@ def test_a_failed_prefill_ends_its_sequence_only() -> None:
 
 
 class Breaking(MarkovTarget):
-    """Says NaN behind one token."""
-
     def __init__(self, bad: int) -> None:
         super().__init__(vocab_size=7, seed=1)
         self.bad = bad
@@ -374,7 +368,6 @@ def test_what_all_prompts_begin_with_costs_no_other_chat_its_cache() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_who_runs_at_a_reset_goes_on_and_leaves_nothing(steps: int) -> None:
-    """A reset while requests wait, are prefilled, or are decoded."""
     scheduler, asked = Scheduler(make(1)), prompt(1, 12)
     alone = ask(scheduler, asked, 12)
     running, waiting = (completion(scheduler.engine, asked, SamplingParams(max_tokens=12)) for _ in range(2))

@@ -35,7 +35,6 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, vocab: int = 4) -> DraftTree:
 
 
 def follow(tree: DraftTree, choices: list[int]) -> list[int]:
-    """The walk, by looking at every node."""
     path = [0]
     while True:
         matching = [

@@ -17,7 +17,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(name: str, argument: object) -> str:
-    """What a script prints; its errors fail the test."""
     done = subprocess.run([sys.executable, EXAMPLES / name, str(argument)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

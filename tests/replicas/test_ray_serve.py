@@ -48,7 +48,6 @@ def client(served: Replicas) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def long_text(tiny_engine: Path) -> str:
-    """What a stream of `LONG_TEXT` tokens says."""
     with LLM(tiny_engine) as llm:
         params = SamplingParams(**{**LONG, "max_tokens": LONG_TEXT})
         return llm.generate([STREAM["prompt"]], params)[0].outputs[0].text

@@ -115,7 +115,6 @@ def test_a_closed_llm_says_so(tiny_engine: Path) -> None:
 
 
 def in_a_fork(work: Callable[[], object]) -> str:
-    """The error `work` raises in a forked process."""
     context = multiprocessing.get_context("fork")
     said, tell = context.Pipe(duplex=False)
 

@@ -66,7 +66,6 @@ def http(tiny_engine: Path) -> dict[str, core.Metric]:
 
 @pytest.fixture
 def published() -> dict[str, float]:
-    """What the Triton model publishes after that request."""
     found: dict[str, float] = {}
     metrics = triton.Metrics(backend_utils(found).MetricFamily, {})
     metrics.count(merge(PARTS))

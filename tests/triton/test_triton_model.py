@@ -49,7 +49,6 @@ def instance(llm: LLM, tiny_engine: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def eventually(instance: Instance, **metrics: float) -> None:
-    """Wait until the metrics have these values."""
     wait_for(lambda: {name: instance.metrics[name] for name in metrics} == metrics)
 
 

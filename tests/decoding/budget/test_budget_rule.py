@@ -82,8 +82,6 @@ def text(quality: Quality, tokens: int, seed: int = 0) -> Text:
 
 @dataclass
 class Spent:
-    """Of one request."""
-
     seconds: float = 0.0
     rounds: int = 0
     drafts: int = 0
@@ -112,7 +110,6 @@ def decode(answer: Text, budget: Budget, profile: Profile, *, chains: bool = Fal
 
 
 def in_turn(answers: Sequence[Text], shared: AutoBudgets, profile: Profile, **options: bool) -> list[Spent]:
-    """Requests one after the other, with automatic budgets."""
     return [decode(answer, AutoBudget(shared), profile, **options) for answer in answers]
 
 
@@ -236,7 +233,6 @@ def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, qua
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
 @pytest.mark.parametrize("name", ["tiny", "h100"])
 def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None:
-    """Drafts take half, trees twice what they do, or the other way round."""
     answers = [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
     assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
 
@@ -253,7 +249,6 @@ def test_a_round_late_it_chooses_nearly_as_well(slots: int) -> None:
 
 
 def chosen(shared: AutoBudgets, trees: list[DraftTree], left: int = 99) -> tuple[RoundPlan, list[int]]:
-    """The plan of a round of fresh requests, and the nodes of each."""
     plan = RoundPlan([SlotInput(AutoBudget(shared), 0, left) for _ in trees])
     plan.ceilings()
     return plan, plan.choose(list(trees))

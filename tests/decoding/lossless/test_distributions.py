@@ -141,7 +141,6 @@ def test_every_possible_run_adds_up_to_the_targets_distribution(method: str, fil
 
 
 def drawn(engine: Engine, prompt: Sequence[int], count: int, batch: int, **params: Any) -> Counter[tuple[int, ...]]:
-    """The first three tokens of `count` completions."""
     scheduler, counts = Scheduler(engine), Counter[tuple[int, ...]]()
     for seed in range(count // batch):
         sampling = SamplingParams(seed=seed, max_tokens=3, ignore_eos=True, **params)

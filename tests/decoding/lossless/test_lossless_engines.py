@@ -142,8 +142,6 @@ def test_every_method_and_budget_gives_the_tokens_of_ar(
 
 
 def random_params(rng: np.random.Generator, kind: str, vocab: int, exact: bool) -> SamplingParams:
-    """A request of any kind whose tokens should be those of `ar`."""
-
     def sometimes(chance: float, value: Any, otherwise: Any) -> Any:
         return value if rng.random() < chance else otherwise
 

@@ -13,8 +13,6 @@ from ddtree_trt.runtime.structured.record import StructuredOutput
 
 
 class _Tokens:
-    """What the grammar library takes for a tokenizer."""
-
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[str], end: int) -> None:
@@ -37,13 +35,10 @@ class Compiler(GrammarCompiler):
 
 
 def letters(count: int) -> list[str]:
-    """Tokens of one letter each, "a" first, and an end."""
     return [*(chr(97 + i) for i in range(count - 1)), "<end>"]
 
 
 def constrained(structured: StructuredOutput, compiler: Compiler) -> type[Sampler]:
-    """The sampler of sequences under a constraint."""
-
     class Constrained(Sampler):
         def __init__(
             self, params: SamplingParams, vocab_size: int, prompt: list[int], stop_ids: frozenset[int], index: int = 0

@@ -72,6 +72,5 @@ def text(tokens: list[int]) -> str:
 
 @cache
 def allowed(before: str) -> frozenset[int]:
-    """The tokens behind a beginning, by the list of all texts."""
     following = {"abcdef".index(t[len(before)]) for t in TEXTS if t.startswith(before) and len(t) > len(before)}
     return frozenset(following | ({END} if before in TEXTS else set()))

@@ -22,7 +22,6 @@ def make_profile(draft_s: float = 0.5, slope: float = 0.05, first: float = 0.0) 
 
 
 def make_budgets(profile: Profile, nodes: int = 64, depth: int = 15, proposes: Drafts = "block") -> AutoBudgets:
-    """The state that automatic budgets share, of costs that rounds do not correct."""
     return AutoBudgets(Costs(profile, nodes), nodes, depth, proposes)
 
 

@@ -248,7 +248,6 @@ def finish(scheduler: Scheduler, completions: Sequence[Completion]) -> None:
 
 
 def generate(engine: ScriptedEngine, prompt: Sequence[int], params: SamplingParams, batch: int = 1) -> list[list[int]]:
-    """The outputs of `batch` completions of one prompt side by side."""
     completions = [completion(engine, prompt, params, index=i) for i in range(batch)]
     finish(Scheduler(engine), completions)
     return [c.output for c in completions]

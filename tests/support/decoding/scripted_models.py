@@ -63,7 +63,6 @@ class SayingTarget:
         self.script, self.vocab_size, self.prompt_length, self.end = list(script), vocab_size, prompt_length, end
 
     def word(self, position: int) -> int:
-        """The token at an absolute position."""
         index = position - self.prompt_length
         return self.script[index] if 0 <= index < len(self.script) else self.end
 

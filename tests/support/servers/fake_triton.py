@@ -142,8 +142,6 @@ def backend_utils(values: dict[str, float]) -> Any:
 
 
 class Instance:
-    """A loaded instance of an exported model."""
-
     def __init__(self, directory: Path) -> None:
         self.metrics: dict[str, float] = {}
         config = read_config(directory)
@@ -173,7 +171,6 @@ class Instance:
 
 @contextmanager
 def loaded(directory: Path) -> Iterator[Instance]:
-    """An instance, finalized at the end."""
     instance = Instance(directory)
     try:
         yield instance

@@ -44,8 +44,6 @@ def processes(title: str) -> list[int]:
 
 
 class Replicas(ProcessServer):
-    """Engines behind one address."""
-
     def __enter__(self) -> Replicas:
         return self
 
@@ -60,11 +58,9 @@ class Replicas(ProcessServer):
         return {name: figures for name, figures in found.items() if "ddtree_slots" in figures}
 
     def running(self) -> dict[str, float]:
-        """Sequences that run, by engine."""
         return {name: figures["vllm:num_requests_running"] for name, figures in self.figures().items()}
 
     def kill(self, replica: str) -> None:
-        """Kill an engine's process."""
         # Only for as long as it takes: Ray ends a process that is connected to a cluster which ends.
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", self._cluster())
@@ -74,7 +70,6 @@ class Replicas(ProcessServer):
                 ray.kill(actor, no_restart=True)
 
     def _cluster(self) -> str:
-        """The address of the cluster."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         for child in " ".join(task.read_text() for task in tasks).split():
             command = Path(f"/proc/{child}/cmdline").read_text().split("\0")

@@ -28,19 +28,16 @@ def values(model: str, prompt: str, *, stream: bool, **sampling: Any) -> dict[st
 
 
 def generate(server: TritonServer, model: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of a `generate` request."""
     with open_stream(server, model, "generate", body) as response:
         return response.status, json.loads(response.read())
 
 
 def generate_stream(server: TritonServer, model: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The events of a `generate_stream` request."""
     with open_stream(server, model, "generate_stream", body) as response:
         return list(events(response))
 
 
 def events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Server-sent events as they come."""
     for line in response:
         if line.startswith(b"data: "):
             yield json.loads(line[len(b"data: ") :])
@@ -108,7 +105,6 @@ def grpc_stream(
 
 
 def ask(server: TritonServer, model: str, request: Mapping[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """All responses of a request over gRPC."""
     with grpc_stream(server, model, request, **options) as responses:
         return list(responses())
 
@@ -131,7 +127,6 @@ def metric(server: TritonServer, name: str, model: str, **labels: str) -> float:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """True, once the condition is."""
     wait_for(condition)
     return True
 

@@ -60,7 +60,6 @@ def llm(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session")
 def prompts(llm: LLM) -> list[str]:
-    """Chat prompts of the packaged pair, as text in its template."""
     lines = (ROOT / "ddtree_trt" / "assets" / "tiny" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [
         llm.tokenizer.apply_chat_template(
@@ -75,5 +74,4 @@ def prompts(llm: LLM) -> list[str]:
 
 @pytest.fixture(params=["tiny", "tiny-vllm"])
 def model(request: pytest.FixtureRequest) -> str:
-    """A model of each layout."""
     return str(request.param)

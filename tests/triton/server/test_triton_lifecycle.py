@@ -160,7 +160,6 @@ def test_manifests_fit_each_other() -> None:
 
 @pytest.fixture(scope="module")
 def deployed(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with the deployment's options."""
     repository = tmp_path_factory.mktemp("models")
     export_triton(tiny_engine, repository, link=True)
     program, models, *options = CONTAINER["args"]
