@@ -27,11 +27,10 @@ from ddtree_trt.bench.measure import Session, describe_engine, describe_environm
 from ddtree_trt.bench.report import table
 from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.options import EngineOptions
-from ddtree_trt.runtime.tree import DraftTree
+from ddtree_trt.runtime.tree import NO_ROW, Bilinear, Candidates, DraftTree, Marginals
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.drafts import Text, record
 from workbench.options import PROMPTS, Json, Prompts, integers

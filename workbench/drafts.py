@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.tree import DraftTree, descend
+from ddtree_trt.runtime.tree import Candidates, DraftTree, Marginals, descend
 from ddtree_trt.terminal.printing import progress_bars
 from workbench.options import PROMPTS, Output, Prompts
 

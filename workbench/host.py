@@ -23,7 +23,6 @@ from ddtree_trt import _native
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.core import EngineCore
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
@@ -40,7 +39,7 @@ from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import DraftTree
+from ddtree_trt.runtime.tree import DraftTree, Marginals
 from workbench.options import bare_manifest
 
 POSITIONS = 15

@@ -19,9 +19,8 @@ from ddtree_trt.bench.measure import Session, load_prompts
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.candidates import Bilinear, Candidates, Marginals
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.tree import DraftTree
+from ddtree_trt.runtime.tree import Bilinear, Candidates, DraftTree, Marginals
 from workbench import drafts
 from workbench.ablate import (
     POLICIES,

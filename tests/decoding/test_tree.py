@@ -9,9 +9,20 @@ from hypothesis import strategies as st
 from profiles import make_budgets, make_profile
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.candidates import Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, RoundPlan, SlotInput
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain, chain_parents, compile_tree, descend
+from ddtree_trt.runtime.tree import (
+    EMPTY,
+    Bilinear,
+    Candidates,
+    DraftTree,
+    LinkedRows,
+    Marginals,
+    build_tree,
+    chain,
+    chain_parents,
+    compile_tree,
+    descend,
+)
 
 LOG_PROBS = np.log([[0.6, 0.32, 0.08], [0.5, 0.4, 0.1]])
 TOKEN_IDS = [[7, 8, 9], [7, 5, 6]]

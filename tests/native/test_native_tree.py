@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
-from ddtree_trt.runtime.tree import DraftTree
+from ddtree_trt.runtime.tree import NO_ROW, Bilinear, Candidates, DraftTree, LinkedRows, Marginals
 
 BUDGETS = st.one_of(st.integers(0, 40), st.just(10_000))
 DEPTHS = st.sampled_from([None, 0, 1, 2])

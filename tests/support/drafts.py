@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DrawnFrom
+from ddtree_trt.runtime.tree import Marginals
 
 LIES = ("none", "some", "all")
 

@@ -23,8 +23,8 @@ from numerics import Truth, assert_close
 from safetensors.torch import load_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import DraftRequest
+from ddtree_trt.runtime.tree import Marginals
 from tools.train_drafter import data, loop
 from tools.train_drafter import settings as recipe
 from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddtree_trt.drafters.dflash.heads import MARKOV_CANDIDATES
-from ddtree_trt.runtime.candidates import Bilinear, Candidates, Marginals
+from ddtree_trt.runtime.tree import Bilinear, Candidates, Marginals
 from workbench.ablate import chain, heap, replay
 from workbench.drafts import Text
 

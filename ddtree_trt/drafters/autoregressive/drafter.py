@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Drafter, LanguageModel, split
-from ddtree_trt.runtime.tree import token_chain
+from ddtree_trt.runtime.tree import Marginals, token_chain
 
 
 @dataclass

@@ -11,10 +11,10 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork, SlotRows
+from ddtree_trt.runtime.tree import Bilinear, Marginals
 
 
 class _States:

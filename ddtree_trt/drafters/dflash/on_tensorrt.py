@@ -15,13 +15,13 @@ from ddtree_trt.device.buffers import Rows, context_steps, draft_results
 from ddtree_trt.device.cuda_device import Upload
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.engines.tensorrt.model import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
+from ddtree_trt.runtime.tree import Bilinear, Marginals
 
 
 @dataclass

@@ -19,7 +19,6 @@ from ddtree_trt.device.buffers import CANDIDATES, REACHES
 from ddtree_trt.drafters.dflash.dims import DFlashDims, layer_convolutions
 from ddtree_trt.drafters.dflash.heads import PairHead
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.torch.attention import Place
@@ -29,6 +28,7 @@ from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, target
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
 from ddtree_trt.runtime.engines.torch.products import ready_head
+from ddtree_trt.runtime.tree import Bilinear, Marginals
 
 
 class BlockDrafter(BlockOnDevice):

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from ddtree_trt.drafters.kind import EXPANDED, most_expanded
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Drafter, split
 from ddtree_trt.runtime.engines.passes import SlotLengths
-from ddtree_trt.runtime.tree import TokenTree, token_chain
+from ddtree_trt.runtime.tree import LinkedRows, TokenTree, token_chain
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from ddtree_trt.drafters.registry import KINDS
 from ddtree_trt.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddtree_trt.runtime.candidates import Candidates
     from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
-    from ddtree_trt.runtime.tree import DraftTree
+    from ddtree_trt.runtime.tree import Candidates, DraftTree
 
 AUTO = "auto"  # as a method: the first of METHODS that drafts with the engine's drafter
 SAMPLED_CANDIDATES = 64  # K that a sampled chain draws from: any distribution q is valid, this keeps most of its mass

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.runtime.candidates import Candidates
-from ddtree_trt.runtime.tree import DraftTree, TokenTree
+from ddtree_trt.runtime.tree import Candidates, DraftTree, TokenTree
 
 LogitRows = Literal["none", "last", "all"]
 

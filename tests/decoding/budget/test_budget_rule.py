@@ -17,7 +17,6 @@ from scripted_models import Good, MarkovTarget
 
 from ddtree_trt import _native
 from ddtree_trt.drafters.kind import Drafts
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LOSS,
@@ -32,7 +31,7 @@ from ddtree_trt.runtime.decoding.budget.policy import (
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, Marginals, build_tree, chain
 from workbench.drafts import Text
 from workbench.judge import MACHINES, Machine, play
 

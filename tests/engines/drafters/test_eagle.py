@@ -19,14 +19,13 @@ from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, NewRows
 from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN2
-from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.tree import DraftTree, TokenTree
+from ddtree_trt.runtime.tree import DraftTree, LinkedRows, TokenTree
 
 K = 4
 

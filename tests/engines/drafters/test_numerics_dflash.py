@@ -17,11 +17,11 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import Bilinear, Marginals
 
 CHUNK, WINDOW, TOP_K = Limits.prefill_chunk, 12, 20
 Build = Callable[..., Measured]

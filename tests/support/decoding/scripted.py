@@ -14,7 +14,6 @@ from scripted_models import Array, Bilinear, Drafter, Linked, Target
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.sampling import Sampler
@@ -23,7 +22,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.text.codec import TextCodec, TextStream
-from ddtree_trt.runtime.tree import TokenTree, token_chain
+from ddtree_trt.runtime.tree import Marginals, TokenTree, token_chain
 from workbench.options import bare_manifest
 
 Kind = Literal["dflash", "autoregressive"]

@@ -7,9 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ddtree_trt.runtime import candidates
-from ddtree_trt.runtime.candidates import Candidates, LinkedRows
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime import tree as trees
+from ddtree_trt.runtime.tree import Candidates, LinkedRows, TokenTree
 
 Array = np.ndarray
 _FLOOR = 1e-9  # of a probability
@@ -160,7 +159,7 @@ class Bilinear:
             left[t, : len(parents)] = (np.log(np.maximum(self.pairs, _FLOOR)) - scores[t])[parents]
             parents = ids[t]
         right = np.eye(len(self.pairs), dtype=np.float32)[ids]
-        return candidates.Bilinear(unary.astype(np.float32), ids.astype(np.int32), left.astype(np.float32), right)
+        return trees.Bilinear(unary.astype(np.float32), ids.astype(np.int32), left.astype(np.float32), right)
 
 
 @dataclass
