@@ -1,7 +1,5 @@
-"""The record of a kind of drafter.
-
-A kind is a package beside this module, and one subclass of `DrafterKind` in its `dims.py` that `registry.py` lists. The
-record is light: what builds and what runs the drafter are halves of the package, imported when they are called for.
+"""The record of a kind of drafter: a package beside this module, and a subclass of `DrafterKind` in its `dims.py` that
+`registry.py` lists. What builds and what runs the drafter are halves of the package, imported when they are called for.
 """
 
 from abc import ABC, abstractmethod
@@ -45,9 +43,8 @@ class DrafterKind(ABC):
 
     @classmethod
     def load(cls, half: str) -> Any:
-        """What a half of its package is for. Of builds: "dialects", with a list of `Dialect`, and "graph", with a
-        function of (Graph, the drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its
-        `Drafter`, in `on_BACKEND.py`."""
+        """What a half of its package is for: "dialects", a list of `Dialect`; "graph", a function of (Graph, the
+        drafter's checkpoint, the target's, Limits); or by backend what makes its `Drafter`, in `on_BACKEND.py`."""
         return getattr(import_module(cls._module(half)), OF_BUILDS.get(half, "make"))
 
     @classmethod

@@ -51,8 +51,7 @@ class SlotLengths:
         return self.states.snapshots.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` rows, or as many of them as are restorable, and forget the others. Raises EngineError
-        when the slot holds fewer."""
+        """Keep the first `length` rows, or as many as are restorable. Raises EngineError for a slot with fewer."""
         held = self._lengths[slot]
         if not 0 <= length <= held:
             raise EngineError(f"slot {slot} holds {held} tokens, cannot keep the first {length}")
@@ -105,10 +104,7 @@ _ALL = slice(None)
 
 
 class LazyRows:
-    """`base.Rows` in a device's memory: a row is copied to the host only when it is read.
-
-    Greedy decoding reads none. Valid until the engine's next target pass.
-    """
+    """`base.Rows` in a device's memory, until the next target pass: a row is copied to the host when it is read."""
 
     def __init__(self, rows: int, width: int, fetch: Callable[[int, int, slice], Row]) -> None:
         """`fetch(start, stop, columns)` returns a copy of those columns of the rows, float32 [stop − start, …]. Where
@@ -151,8 +147,7 @@ class PaddedTrees:
 
 
 def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
-    """Ancestor-or-self bits of a tree's parents [n] into mask [T, W], which is all zeros; the rows from n on are
-    padding."""
+    """Ancestor-or-self bits of parents [n] into mask [T, W], all zeros; the rows from n on are padding."""
     size = len(parents)
     bits = _native.packed_mask(parents)
     mask[:size, : bits.shape[1]] = bits.view(np.uint32)
@@ -189,29 +184,17 @@ def make_single_passes(
     *,
     slots: int = 1,
 ) -> None:
-    """In each of the first `slots` slots, verify trees of `sizes` tokens, the largest first, and prefill a prompt's
-    longest chunk. Then call `drafts` with the slot, which still holds the prompt; None for a drafter without taps.
-
-    The slots must be empty and are left empty. `progress` counts the passes; `drafts` counts as one.
-    """
+    """In each of the first `slots` slots, which are empty, verify trees of `sizes` tokens, the largest first, prefill
+    a prompt's longest chunk, and call `drafts` with the slot; None for a drafter without taps. `progress` counts the
+    trees."""
     limits = engine.manifest.limits
-    chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
-    done, total = 0, slots * (len(sizes) + 1 + (drafts is not None))
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress("warm up", done, total)
-
+    chunk = np.zeros(min(limits.prefill_chunk, limits.max_seq_len - 1), np.int64)
+    passes = [(slot, tokens) for slot in range(slots) for tokens in sorted(sizes, reverse=True)]
+    for done, (slot, tokens) in enumerate(passes, 1):
+        engine.verify([VerifyRequest(slot, token_chain(np.zeros(tokens, np.int64)))])
+        progress("warm up", done, len(passes))
     for slot in range(slots):
-        try:
-            for tokens in sorted(sizes, reverse=True):
-                engine.verify([VerifyRequest(slot, token_chain(np.zeros(tokens, np.int64)))])
-                step()
-            engine.prefill(slot, np.zeros(chunk, np.int64), rows="last", taps=drafts is not None)
-            step()
-            if drafts is not None:
-                drafts(slot)
-                step()
-        finally:
-            engine.truncate(slot, 0)
+        engine.prefill(slot, chunk, rows="last", taps=drafts is not None)
+        if drafts is not None:
+            drafts(slot)
+        engine.truncate(slot, 0)
