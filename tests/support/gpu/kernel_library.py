@@ -33,9 +33,10 @@ CALLS: dict[str, type[ctypes.Structure]] = {
     "choose": _arguments(
         (_POINTER, "logits positions temperatures seeds choices"), (_INT, "sequences tokens vocabulary")
     ),
-    "walk": _arguments(
-        (_POINTER, "parents token_ids choices counts past_len path lengths next_tokens next_past_len"),
-        (_INT, "sequences tokens"),
+    "commit": _arguments(
+        (_POINTER, "parents token_ids choices counts log_weights outlook_depths"),
+        (_POINTER, "slot_ids holds active before tapped cache waiting states result"),
+        (_INT, "sequences tokens longest outlook planes slots kv_heads capacity waiting_rows row_bytes state_bytes"),
     ),
     "compact": _arguments(
         (_POINTER, "cache slot_ids past_len keep keep_count"),
