@@ -52,14 +52,9 @@ class RoundShapes:
         tokens = tree_sizes(1 + min(limits.max_tree_budget, MAX_DEVICE_BUDGET))
         return RoundShapes(slot_numbers(limits.max_batch), tokens, longest_draft, head_size)
 
-    @property
-    def rows(self) -> int:
-        """Most rows of a pass."""
-        return round_rows(self.tokens[-1])
-
     def most_slots(self, tokens: int) -> int:
         """Of a pass over trees of T tokens."""
-        return max(n for n in self.slots if n == 1 or n * tokens <= self.rows)
+        return max(n for n in self.slots if n == 1 or n * tokens <= round_rows(self.tokens[-1]))
 
     def candidates(self, tokens: int) -> int:
         """K of the drafts of trees of T tokens."""

@@ -91,11 +91,6 @@ class DrafterKind(ABC):
         return differs("vocab_size", self.dims.vocab_size, "the target's", target.vocab_size)
 
 
-def most_expanded(width: int, levels: int) -> int:
-    """Most nodes that a draft by levels expands, `width` in a pass: the nodes of all levels but the last."""
-    return width * (levels - 1)
-
-
 def differs(name: str, found: int, whose: str, expected: int) -> str | None:
     """Words on a number that is not the expected one."""
     return None if found == expected else f"{name} is {found}, {whose} {expected}"

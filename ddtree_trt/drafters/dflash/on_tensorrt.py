@@ -19,7 +19,6 @@ from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.model import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
@@ -129,7 +128,7 @@ class BlockDrafter(Drafter):
         and run the block behind them; returns the pass's slots. An idle one takes what is in the buffer for context."""
         dims, block, size = self._dims, self._dims.block_size, self._state_bytes
         ends = {slot: min(self._known[slot].end, self.cache.lengths[slot] + rows) for slot in slots}
-        passed = neighbouring(slots) if self.network.neighbours else slots
+        passed = range(min(slots), max(slots) + 1) if self.network.neighbours else slots
         past = np.array([ends[s] - rows if s in ends else self.cache.lengths[s] for s in passed], np.int32)
         for n, (slot, start) in enumerate(zip(passed, past.tolist(), strict=True)):
             self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])

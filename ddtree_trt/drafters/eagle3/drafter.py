@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.drafters.kind import EXPANDED, most_expanded
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
@@ -118,7 +118,7 @@ class EagleDrafter(Drafter):
             slot, context = request.slot, self._contexts[request.slot]
             if context.states is None:
                 raise EngineError(f"slot {slot} has no new target states to draft from")
-            if (wanted := most_expanded(self._width, request.length)) > self._most_nodes:
+            if (wanted := self._width * (request.length - 1)) > self._most_nodes:  # the last level's are not expanded
                 raise EngineError(
                     f"a draft of {request.length} levels with {self._width} nodes expanded in each may need {wanted} "
                     f"rows, and the drafter has {self._most_nodes}"

@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
 from ddtree_trt.records import misplaced_option, with_fields
 from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.engines.passes import closed_on_failure
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
 # "not enough memory: you tried to allocate", "CUDA out of memory", "bad_alloc", CUBLAS_STATUS_ALLOC_FAILED
@@ -64,16 +63,6 @@ def open_engine(
             f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({reason}); rebuild with a "
             f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
         ) from error
-
-
-@contextmanager
-def closed_on_failure(engine: Engine) -> Iterator[None]:
-    """Close the engine where the block raises, since no object then owns it."""
-    try:
-        yield
-    except BaseException:
-        engine.close()
-        raise
 
 
 def load_backend(directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> Engine:

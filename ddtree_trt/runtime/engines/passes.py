@@ -1,7 +1,8 @@
 """What the passes of engines share: counts of committed rows, trees of several slots as one pass of a fixed size,
 logits that stay on a device, and the first passes."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -174,6 +175,16 @@ def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens:
         parents[n, :size] = tree.parents
         write_mask(masks[n], tree.parents)
     return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32), parents)
+
+
+@contextmanager
+def closed_on_failure(thing: Any) -> Iterator[None]:
+    """Close an engine or a part of one where the block raises, since no object then owns it."""
+    try:
+        yield
+    except BaseException:
+        thing.close()
+        raise
 
 
 def make_single_passes(

@@ -130,9 +130,3 @@ class DeltaStates:
             else:
                 self._device.copy(start + slot * size, place, size)
                 place += size
-
-
-def kept_addresses(shapes: StateShapes, rows: int, address: int) -> dict[str, int]:
-    """Of outputs of a pass that are inputs of a commit, with room for so many rows."""
-    each = aligned(rows * shapes.row_bytes)
-    return {names.kept_name(layer): address + layer * each for layer in range(shapes.layers)}

@@ -19,14 +19,14 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, StateShapes, buckets, pass_rows
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, StateShapes, aligned, buckets, pass_rows
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import LogitRows, Verdict, VerifyRequest, why_inexact
 from ddtree_trt.runtime.engines.drafters import SlotCalls, make_drafter
-from ddtree_trt.runtime.engines.passes import make_single_passes
-from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates, kept_addresses
+from ddtree_trt.runtime.engines.passes import closed_on_failure, make_single_passes
+from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates
 from ddtree_trt.runtime.engines.tensorrt.model import TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
@@ -67,8 +67,9 @@ class TrtEngine(SlotCalls):
 
         shapes, kept = StateShapes.of(dims), dict[str, int]()
         self._states = DeltaStates(shapes, self.limits, device, at[buffers.TARGET_STATES]) if dims.delta else None
-        if dims.delta is not None:
-            kept = kept_addresses(shapes, pass_rows(self.limits, self.limits.max_batch), at[buffers.KEPT])
+        if dims.delta is not None:  # outputs of a pass that are inputs of a commit
+            each = aligned(pass_rows(self.limits, self.limits.max_batch) * shapes.row_bytes)
+            kept = {names.kept_name(layer): at[buffers.KEPT] + layer * each for layer in range(shapes.layers)}
         results = device.pinned(sizes[buffers.RESULTS])
         outputs = {names.CHOICES: at[buffers.RESULTS], names.LOGITS: at[buffers.LOGITS]}
         outputs |= {names.TAPS: self._taps} if taps else {}
@@ -94,11 +95,8 @@ class TrtEngine(SlotCalls):
         ArtifactError for an engine of another toolchain, plugin or GPU, and EngineError when CUDA or TensorRT fails or
         the GPU's memory is too small."""
         loaded = load_plans(directory, manifest)
-        try:
+        with closed_on_failure(loaded):
             return cls(manifest, loaded)
-        except BaseException:
-            loaded.close()
-            raise
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Not captured: a chunk's work takes longer than its launches, and its length may be any."""

@@ -22,11 +22,6 @@ from ddtree_trt.runtime.tree import token_chain
 _IDLE = token_chain(np.zeros(1, np.int64))
 
 
-def neighbouring(slots: Sequence[int]) -> list[int]:
-    """The slots from the first to the last of these."""
-    return list(range(min(slots), max(slots) + 1))
-
-
 class TrtLanguageModel:
     """Passes over the trees of several slots, with the lengths of their caches."""
 
@@ -50,7 +45,7 @@ class TrtLanguageModel:
         if not self.network.neighbours:
             return requests
         wanted = {r.slot: r for r in requests}
-        return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
+        return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in range(min(wanted), max(wanted) + 1)]
 
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], *, captured: bool

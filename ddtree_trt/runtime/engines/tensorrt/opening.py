@@ -40,6 +40,7 @@ from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
+from ddtree_trt.runtime.engines.passes import closed_on_failure
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
 
 _log = logging.getLogger("ddtree_trt.tensorrt")
@@ -198,11 +199,8 @@ def load_plans(directory: Path, manifest: Manifest) -> Loaded:
     """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
     trt, cuda, plugin_library = check_machine(directory, manifest)
     device = Device(cuda)
-    try:
+    with closed_on_failure(device):
         return _load(directory, manifest, trt, plugin_library, device)
-    except BaseException:
-        device.close()
-        raise
 
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
