@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, TORCH, Place
 
 _GPU_QUERY = "name,driver_version,memory.total,compute_cap"
-_GPU_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def find_gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs by nvidia-smi; empty without it, or without a driver behind it."""
     command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines()]

@@ -235,7 +235,6 @@ def test_texts(directory: Path) -> None:
             {"method": "ar"},
             {"method": "dflash"},
             {"method": "ddtree", "tree_budget": 90},
-            {"method": "ddtree", "tree_budget": 7},
             {"method": "ddtree", "tree_budget": "auto"},
         ]
         for each in sizes:

@@ -101,7 +101,6 @@ class Snapshots(Generic[State]):
 
 
 Row = NDArray[np.float32]
-_ALL = slice(None)
 
 
 class LazyRows:
@@ -124,10 +123,10 @@ class LazyRows:
             raise IndexError(f"row {row} of {self._rows}")
         if column is not None:
             return float(self._fetch(index, index + 1, slice(column, column + 1))[0, 0])
-        return self._fetch(index, index + 1, _ALL)[0]
+        return self._fetch(index, index + 1, slice(None))[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        rows = self._fetch(0, self._rows, _ALL) if self._rows else np.empty((0, self._width), np.float32)
+        rows = self._fetch(0, self._rows, slice(None)) if self._rows else np.empty((0, self._width), np.float32)
         return rows.astype(dtype or np.float32, copy=False)
 
 
