@@ -163,9 +163,21 @@ __global__ void __launch_bounds__(kCompactThreads) commit(const RoundCommit a) {
             const auto* from = static_cast<const Bytes16*>(a.tapped) + static_cast<int64_t>(n) * a.tokens * width;
             auto* to = static_cast<Bytes16*>(a.waiting) + static_cast<int64_t>(slot) * a.waiting_rows * width;
             const int waiting = clamped(a.before[2 * a.sequences + n], 0, a.waiting_rows);
-            for (int i = 0; i < smaller(length, a.waiting_rows - waiting); ++i) {
-                to[static_cast<int64_t>(waiting + i) * width + column] =
-                    from[static_cast<int64_t>(path[i]) * width + column];
+            const int count = smaller(length, a.waiting_rows - waiting);
+            for (int first = 0; first < count; first += kBatch) {
+                Bytes16 row[kBatch];
+                DDTREE_UNROLL
+                for (int j = 0; j < kBatch; ++j) {
+                    if (first + j < count) {
+                        row[j] = from[static_cast<int64_t>(path[first + j]) * width + column];
+                    }
+                }
+                DDTREE_UNROLL
+                for (int j = 0; j < kBatch; ++j) {
+                    if (first + j < count) {
+                        to[static_cast<int64_t>(waiting + first + j) * width + column] = row[j];
+                    }
+                }
             }
         }
         return;

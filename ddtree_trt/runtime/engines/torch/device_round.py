@@ -198,7 +198,7 @@ class RoundPasses:
         told, outlook = columns.ints[:, :count], self._shapes.outlook(tokens)
         slots, state = self._entered(told, ENTERS)
         past, _, _, bonus_tokens = state
-        token_ids, parents, depths, positions, choices = slots.new_empty(5, count, tokens)
+        positions, token_ids, parents, depths, choices = slots.new_empty(5, count, tokens)
         counts = slots.new_empty(count)
         log_weights, outlook_depths = self._log_probs.new_empty(count, outlook), slots.new_empty(count, outlook)
         tree = (token_ids, parents, depths, positions, counts, log_weights, outlook_depths)
@@ -213,7 +213,7 @@ class RoundPasses:
         result = self.results[: count * self.width(tokens)].view(count, -1)
         ops.commit(
             parents, token_ids, choices, counts, log_weights, outlook_depths, slots, told[HOLDS], told[ACTIVE], state,
-            tapped, target.cache.slab, self._drafter.waiting, self._states, result,
+            tapped.to(self._drafter.waiting.dtype), target.cache.slab, self._drafter.waiting, self._states, result,
         )  # fmt: skip
 
     def _entered(self, told: Tensor, enters: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,6 @@ def _sum_in_pairs(x, ROWS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no
 def _tile(  # type: ignore[no-untyped-def]
     x, w, scales, bias, squares, epsilon, m, first, rows, columns, inner, x_stride, w_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, PIECE: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """float32 [BM, BN]: rows m of x with the weight's rows for the tile that begins at column `first`, divided by the
     root of their mean square where that is given by `squares`."""
@@ -53,9 +52,10 @@ def _tile(  # type: ignore[no-untyped-def]
     if scales is not None:
         total *= tl.load(scales + n)[None, :]
     if squares is not None:
-        g, groups = tl.arange(0, GROUPS), inner // 32
-        at = squares + tl.minimum(m, rows - 1)[:, None] * groups + g[None, :]
-        whole = _sum_in_pairs(tl.load(at, (g < groups)[None, :], 0.0), BM, GROUPS)
+        g, groups, whole = tl.arange(0, 32), inner // 32, tl.full((BM,), 0.0, tl.float32)
+        at = squares + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * groups + g[None, :]
+        for start in range(0, groups, 32):
+            whole += _sum_in_pairs(tl.load(at + start, (start + g < groups)[None, :], 0.0), BM, 32)
         total *= (1 / tl.sqrt_rn(whole / inner + epsilon))[:, None]
     if bias is not None:
         total += tl.load(bias + n).to(tl.float32)[None, :]
@@ -66,14 +66,13 @@ def _tile(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x, w, scales, bias, squares, epsilon, out, onto, norm, unscaled, sums, rows, columns, inner, x_stride, w_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, PIECE: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):  # fmt: skip
     blocks = (rows + BM - 1) // BM  # programs that read the same weights follow each other
     m = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
     first = tl.program_id(0) // blocks * BN
     total = _tile(
         x, w, scales, bias, squares, epsilon, m, first, rows, columns, inner, x_stride, w_stride,
-        BM, BN, BK, GATED, PDL, PIECE, GROUPS,
+        BM, BN, BK, GATED, PDL, PIECE,
     )  # fmt: skip
     n = first + tl.arange(0, BN)
     if GATED:  # rounded where a product of its own would round
@@ -137,7 +136,7 @@ def _best_of_tiles(  # type: ignore[no-untyped-def]
     m, tile = tl.program_id(0) % blocks * BM + tl.arange(0, BM), tl.program_id(0) // blocks
     total = _tile(
         x, w, scales, None, None, 0.0, m, tile * BN, rows, columns, inner, x_stride, w_stride,
-        BM, BN, BK, False, PDL, PIECE, 1,
+        BM, BN, BK, False, PDL, PIECE,
     )  # fmt: skip
     row = tl.minimum(m, rows - 1)
     temperature = tl.load(temperatures + row // tokens).to(tl.float64)
@@ -193,11 +192,10 @@ def launch(
     (rows, inner), columns = x.shape, len(weight)
     height, width, depth, warps, stages = tile
     options = {"launch_pdl": True} if pdl else {}
-    groups = 1 if scaled is None else triton.next_power_of_2(inner // 32)
     _product[(triton.cdiv(rows, height) * triton.cdiv(columns, width),)](
         x, weight, scales, bias, *(scaled or (None, 0.0)), out, *(onto or [None] * 4), rows, columns, inner,
         x.stride(0), weight.stride(0), BM=height, BN=width, BK=depth, GATED=gated, PDL=pdl,
-        PIECE=_ahead(weight, height, width, pdl=pdl), GROUPS=groups, num_warps=warps, num_stages=stages, **options,
+        PIECE=_ahead(weight, height, width, pdl=pdl), num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
 
 

@@ -254,9 +254,12 @@ class FixedOrder(Products):
             return [self.logits(x, weight)]
         make = partial(self.swiglu, swiglu=F.silu) if name.endswith("gate_up") else self
         made = [make(x, weight)]
-        if x.shape[1] % _GROUP == 0:
-            made.append(make(Normed(x, x.abs().unflatten(-1, (-1, _GROUP)).amax(-1).float(), 1e-6), weight))
-        if len(weight) % _GROUP == 0 and make is self:
+        if x.dtype != torch.bfloat16:
+            return made
+        if name.endswith(("qkv", "gate_up")) and x.shape[1] % _GROUP == 0:
+            normed = Normed(x, x.abs().unflatten(-1, (-1, _GROUP)).amax(-1).float(), 1e-6)
+            made += make(normed, weight), self(normed, weight, x.new_ones(len(weight)))
+        if name.endswith((".o", ".down")) and len(weight) % _GROUP == 0:
             out, normed = self.add(x, weight, x[:, :1].repeat(1, len(weight)), x.new_ones(len(weight)), 1e-6)
             made += out, normed.unscaled, normed.squares
         return made

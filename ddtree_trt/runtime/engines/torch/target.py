@@ -2,7 +2,7 @@
 
 A verification on a GPU is one upload, one captured graph and one download, for which the host waits; a commit puts its
 work on the stream and waits for nothing. Rounds that stay on the device (`device_round.py`) run the same network over
-the same cache and logits.
+the same cache.
 """
 
 from __future__ import annotations
