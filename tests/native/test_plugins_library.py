@@ -86,10 +86,14 @@ def test_every_kernel_waits_and_then_lets_the_next_begin() -> None:
         assert all(first == "device::wait_and_trigger();" for first in bodies), source
 
 
+# Blocks of attention that the launcher expects on a multiprocessor at a time, by their threads.
+_ATTENTION_BLOCKS = {32: 3, 128: 2}
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_machine_code_of_every_kernel(arch: str, tmp_path: Path) -> None:
-    """What the emulation cannot see: spills, arrays that are no registers, and from Hopper on the wait of every kernel,
-    before it reads, and the trigger behind it."""
+    """What the emulation cannot see: spills, arrays that are no registers, blocks that do not fit beside each other,
+    loads of few bytes, and from Hopper on the wait of every kernel, before it reads, and the trigger behind it."""
     nvcc = shutil.which("nvcc")
     if nvcc is None or os.environ.get("DDTREE_TEST_TORCH") != "1":
         pytest.skip("skipped: it runs nvcc over every kernel, where there is one; `make plugins-test` asks for it")
@@ -100,9 +104,17 @@ def test_the_machine_code_of_every_kernel(arch: str, tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr)
         assert frames and set(frames) == {("0", "0", "0")}, run.stderr
-        for name, code in machine_code(cubin).items() if arch == "sm_90" else ():
-            first = [code.find(word) for word in ("ACQBULK", "PREEXIT", "LDG")]
-            assert 0 <= first[0] < first[1] and (first[2] < 0 or first[0] < first[2]), name
+        used = re.findall(r"attendI\w*?Li(64|128)ELi(1|4)E[^\n]*\n[^U]*Used (\d+) registers", run.stderr)
+        assert len(used) == (8 if source.stem == "tree_attention" else 0)
+        for head_dim, warps, registers in used:
+            threads = 32 * int(warps)
+            assert int(registers) * threads * _ATTENTION_BLOCKS[threads] <= 65536, (head_dim, warps, registers)
+        for name, code in machine_code(cubin).items():
+            if arch == "sm_90":
+                first = [code.find(word) for word in ("ACQBULK", "PREEXIT", "LDG")]
+                assert 0 <= first[0] < first[1] and (first[2] < 0 or first[0] < first[2]), name
+            if "attend" in name or ("combine" in name and "Li128" in name):
+                assert ("LDGSTS.E.BYPASS.128" if "attend" in name else "LDG.E.128") in code, name
 
 
 def machine_code(cubin: Path) -> dict[str, str]:
