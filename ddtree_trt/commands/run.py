@@ -110,7 +110,7 @@ def run(
             for _ in console.stream(llm, request, params, show_tree=show_tree):
                 pass  # it prints
         if not (json or raw):
-            console.hint_if_far(text, examples, llm.codec)
+            console.hint(text, examples)
 
 
 def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:

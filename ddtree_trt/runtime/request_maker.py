@@ -26,6 +26,10 @@ from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream, Tools
 SEEDED_DRAFT = 4  # tokens that a method which draws its drafts drafts with a seed, where the budget is `auto`
 
 
+class DoesNotFit(UsageError):
+    """A prompt, or one with the output that is asked for, is longer than the engine's sequences."""
+
+
 @dataclass
 class Request:
     """A prompt with its n sequences."""
@@ -141,14 +145,14 @@ class RequestMaker:
         if not ids:
             raise UsageError("the prompt has no tokens; give at least one")
         if len(ids) >= limits.max_seq_len:
-            raise UsageError(
+            raise DoesNotFit(
                 f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
         room = limits.max_seq_len - len(ids)
         for name in ("max_tokens", "min_tokens"):
             if (getattr(params, name) or 0) > room:
-                raise UsageError(
+                raise DoesNotFit(
                     f"{name} {getattr(params, name)} does not fit: the prompt leaves {room} of this engine's "
                     f"{limits.max_seq_len} tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
                 )

@@ -98,9 +98,7 @@ class Gate:
             return shutting_down()
         if len(self._under_way) >= self._options.max_requests:
             message = f"{len(self._under_way)} requests are under way, as many as this server takes; try again later"
-            refusal = overloaded(message, self.metrics.retry_after_s)
-            refusal.headers.update(CLOSE)  # the rest of the body will not be read
-            return refusal
+            return overloaded(message, **CLOSE)  # the rest of the body will not be read
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._options.max_body_bytes:
             return self._body_too_large()

@@ -4,7 +4,6 @@ Requests are counted when they end, on the engine's worker thread, so cancelled 
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.stats import merge
 
 PAGE_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-_RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 Made = TypeVar("Made", Counter, Gauge, Histogram)
 
 
@@ -48,7 +46,6 @@ class Metrics:
         for _, counter in self._positions:
             for position in range(manifest.drafting.longest_draft):
                 counter(str(position))  # shown from the beginning, with 0
-        self._mean_s = 0.0
 
     def _make(self, kind: type[Made], name: str, text: str, *labels: str, **options: Any) -> Callable[..., Made]:
         """A metric as a function of the values of its labels."""
@@ -77,17 +74,10 @@ class Metrics:
             for row, histogram in self._histograms:
                 for value in row.observations(metrics):
                     histogram().observe(value)
-            if (took := metrics.latency_s) is not None:
-                self._mean_s = took if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * took
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self._refused(str(status)).inc()
-
-    @property
-    def retry_after_s(self) -> int:
-        """The mean time of recent requests, their waits included, from 1 to 60: by then the queue has moved on."""
-        return min(60, max(1, math.ceil(self._mean_s)))
 
     def page(self) -> bytes:
         """The metrics page, of `PAGE_TYPE`."""

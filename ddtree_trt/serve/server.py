@@ -16,11 +16,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
-from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import Gate, with_origins
@@ -97,32 +95,16 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 def ready_line(llm: AsyncLLM, options: ServeOptions, address: str) -> str:
-    """What is served, how, within which limits, and where; the address is the last word."""
+    """What is served, within which limits, and where; the address is the last word."""
     engine, manifest = llm.engine, llm.engine.manifest
-    how = [f"{engine.threads} thread{'s' * (engine.threads > 1)}"]
-    if engine_host_reason(manifest) is None:
-        how.append(f"device rounds {options.device_rounds}")
-    waiting = "any number" if llm.max_waiting is None else llm.max_waiting
-    parts = [
-        f"serving {options.model_name or manifest.name}: {manifest.name}, {manifest.backend} "
-        f"{', '.join([manifest.precision, *how])}",
-        f"{_method(manifest)} unless a request says otherwise",
-        f"{llm.slots} slots of {manifest.limits.max_seq_len} tokens, {waiting} may wait",
-        f"{'a key is needed; ' if options.api_key else ''}{'/playground, ' if options.playground else ''}/v1, /health "
-        f"and /metrics on {address}",
-    ]
-    return "; ".join(parts)
-
-
-def _method(manifest: Manifest) -> str:
-    """The method of requests that name none, and its budget."""
-    method = resolve_method(AUTO, manifest.drafter_kind)
-    if (budget := method.default_budget(manifest.drafting)) is not None:
-        return f"{method.name} with {budget} draft tokens a round"
-    most = manifest.limits.max_tree_budget
-    if manifest.drafting.drafts == "tokens":  # chains, drafted token by token
-        most = min(most, manifest.drafting.longest_draft)
-    return f"{method.name} with automatic budgets of up to {most} draft tokens a round"
+    rounds = f", device rounds {options.device_rounds}" if engine_host_reason(manifest) is None else ""
+    key, page = "a key is needed; " if options.api_key else "", "/playground, " if options.playground else ""
+    return (
+        f"serving {options.model_name or manifest.name}: {manifest.name}, {manifest.backend} {manifest.precision}, "
+        f"{engine.threads} thread{'s' * (engine.threads > 1)}{rounds}; {llm.slots} slots of "
+        f"{manifest.limits.max_seq_len} tokens, {options.max_waiting} may wait; {key}{page}/v1, /health and "
+        f"/metrics on {address}"
+    )
 
 
 HEAD_S = 10.0  # for the head of a request, from the connection's beginning or the answer before

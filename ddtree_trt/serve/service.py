@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
-from ddtree_trt.errors import MissingDependency, UsageError, shown
+from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
 from ddtree_trt.runtime.chat.constraints import check_schemas
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
+from ddtree_trt.runtime.request_maker import DoesNotFit
 from ddtree_trt.runtime.structured.record import ALIASES, STRUCTURED, given_name
 from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import ApiError, cut, invalid
@@ -66,20 +67,10 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def encode(self, prompt: str | list[int], param: str) -> list[int]:
-        """Token ids of a prompt. Raises ApiError, which names `param`, for an invalid one."""
-        ids = await self.tokens(prompt, param)
-        if len(ids) >= self.max_seq_len:
-            raise self.too_long(f"{len(ids)} tokens", param)
-        if not ids:
-            message = f"'{param}' is empty: the prompt has no tokens; give at least one"
-            raise invalid(message, param)
-        return ids
-
-    async def tokens(self, prompt: str | list[int], param: str) -> list[int]:
-        """Token ids of a prompt, of which there may be none, or more than the model takes. Raises ApiError as `encode`
-        does, for texts whose length alone says that it takes no such prompt."""
+        """Token ids of a prompt, of which there may be none, or more than the model takes. Raises ApiError, which names
+        `param`, for an invalid one, and for texts whose length alone says that it takes no such prompt."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
-            raise self.too_long(f"{len(prompt)} characters", param)
+            raise self._too_long(f"{len(prompt)} characters", param)
         return await self.in_thread("tokenizer", self.llm.codec.encode, prompt, param=param)
 
     async def render(
@@ -94,11 +85,11 @@ class Service:
                 param = f"messages.{place}.name"
                 text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"
                 raise ApiError(400, text, param=param, code="unsupported_parameter")
-        characters = sum(len(m["content"]) for m in messages)
+        characters = sum(len(m.get("content", "")) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
-            raise self.too_long(f"{len(messages)} messages", "messages")
+            raise self._too_long(f"{len(messages)} messages", "messages")
         if characters > self._max_characters:
-            raise self.too_long(f"{characters} characters", "messages")
+            raise self._too_long(f"{characters} characters", "messages")
         await self.in_thread("template", codec.check_template_kwargs, given, param="chat_template_kwargs")
         return await self.in_thread("template", codec.render, messages, given, tools, param="messages")
 
@@ -111,12 +102,9 @@ class Service:
         except MissingDependency as error:
             raise ApiError(400, str(error), param=param, code="unsupported_parameter") from error
 
-    def too_long(self, size: str, param: str) -> ApiError:
-        message = (
-            f"the prompt has {size}; this model takes at most {self.max_seq_len - 1} prompt tokens, "
-            f"{self.max_seq_len} with the completion"
-        )
-        return ApiError(400, message, param=param, code="context_length_exceeded")
+    def _too_long(self, size: str, param: str) -> ApiError:
+        error = DoesNotFit(f"the prompt has {size}, this model takes at most {self.max_seq_len - 1} tokens")
+        return _named(error, param, {})
 
     def params(
         self, given: Mapping[str, Any], room: int, names: Mapping[str, str], default: int | None = None
@@ -127,17 +115,9 @@ class Service:
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
         """
-        for name in ("max_tokens", "min_tokens"):
-            if (tokens := given.get(name, 0)) > room:
-                limit = names.get(name, name)
-                message = (
-                    f"{limit} {shown(tokens)} does not fit: the prompt leaves {room} of this model's "
-                    f"{self.max_seq_len} tokens; shorten the prompt or lower it"
-                )
-                raise ApiError(400, message, param=limit, code="context_length_exceeded")
-        max_tokens = min(room, max(default or self._default_max_tokens or room, given.get("min_tokens", 0)))
+        wanted = max(default or self._default_max_tokens or room, given.get("min_tokens", 0))
         try:
-            return SamplingParams.from_mapping({"max_tokens": max_tokens, **given})
+            return SamplingParams.from_mapping({"max_tokens": max(1, min(room, wanted)), **given})
         except UsageError as error:
             raise _named(error, None, names) from error
 
@@ -161,13 +141,15 @@ class Service:
         request_id: str,
         prompt_param: str,
         *,
+        names: Mapping[str, str] | None = None,
         on_round: Watcher | None = None,
     ) -> Submission:
-        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason."""
+        """Submit a request; `names` are as for `params`. It is cancelled when the exchange with the client ends, for
+        whatever reason."""
         try:
             submission = self.llm.submit(ids, params, request_id, on_round=on_round)
         except UsageError as error:
-            raise _named(error, prompt_param, {}) from error
+            raise _named(error, prompt_param, names or {}) from error
         request.state.cleanup.enter_context(submission)
         return submission
 
@@ -175,9 +157,9 @@ class Service:
 def _named(error: UsageError, other: str | None, names: Mapping[str, str]) -> ApiError:
     """The error with its parameter, which is the first word of our texts, or its name in `names`; `other` where that
     word is no parameter."""
-    text = str(error)
+    text, code = str(error), "context_length_exceeded" if isinstance(error, DoesNotFit) else "invalid_value"
     name = re.match(r"\w*", text)[0]  # type: ignore[index]
     if name in PARAMETERS or name in ALIASES:
-        param = {STRUCTURED: "structured_outputs", **names}.get(name, name)
-        return invalid(param + text[len(name) :], param)
-    return invalid(text, other)
+        other = {STRUCTURED: "structured_outputs", **names}.get(name, name)
+        text = other + text[len(name) :]
+    return ApiError(400, text, param=other, code=code)

@@ -86,8 +86,8 @@ class Chat:
             print("\n" + console.closing_line(output.metrics, "stopped"))
         assert output is not None  # a request ends with a part
         self._turns = [*turns, (question, output.outputs[0].text)]
-        if not turns and console.hint_if_far(question, self._hints, self._llm.codec):
-            self._hints = None
+        console.hint(question, self._hints)
+        self._hints = None
 
     def _fitted(self, question: str) -> tuple[list[Turn], list[int], SamplingParams]:
         """The turns that are kept, the prompt's tokens, and params with as many new tokens as there is room for.

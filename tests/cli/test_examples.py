@@ -11,10 +11,7 @@ from engine_files import vouch
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import Examples, read_examples, required_examples
 from ddtree_trt.artifact.files import EXAMPLES
-from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.terminal.console import is_far
 
 LEAST_PER_ROUND = 3.0
 UNKNOWN = "What is the capital of France?"
@@ -71,22 +68,6 @@ def test_a_damaged_file_is_refused(bare_engine: Path) -> None:
     (bare_engine / EXAMPLES).write_text('{"prompts": "one"}')
     with pytest.raises(ArtifactError, match=r"prompts must be"):
         read_examples(bare_engine)
-
-
-def test_what_is_far(tiny_engine: Path, examples: Examples) -> None:
-    codec = TextCodec(tiny_engine, {})
-    held_out = [str(p.opening[0]["content"]) for p in load_prompts(["tiny"]) if isinstance(p.opening[0], dict)]
-    assert len(held_out) == 60
-    assert [prompt for prompt in (*held_out, *examples.prompts) if is_far(prompt, examples, codec)] == []
-    for prompt in (
-        UNKNOWN,
-        "What is 12 + 30?",
-        "def fib(n):",
-        "hello",
-        "Write a short, polite email to my manager that asks for a day off because I am moving house.",
-        "Explain how speculative decoding works in simple terms, for somebody who has never heard of language models.",
-    ):
-        assert is_far(prompt, examples, codec), prompt
 
 
 def test_the_hint_comes_once_and_where_it_belongs(cli: Cli, tiny_engine: Path, bare_engine: Path) -> None:

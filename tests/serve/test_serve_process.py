@@ -44,9 +44,8 @@ def test_the_ready_line_the_options_and_a_line_for_every_request(tiny_engine: Pa
     key = {"Authorization": "Bearer secret"}
     with ProcessServer(tiny_engine, *options, env={"DDTREE_API_KEY": "secret"}) as server:
         assert server.ready.rstrip("\n") == (
-            "serving my/tiny: tiny, onnxruntime fp32, 1 thread; ddtree with automatic budgets of up to 256 draft "
-            "tokens a round unless a request says otherwise; 8 slots of 2048 tokens, 7 may wait; a key is needed; /v1, "
-            f"/health and /metrics on {server.url}"
+            "serving my/tiny: tiny, onnxruntime fp32, 1 thread; 8 slots of 2048 tokens, 7 may wait; a key is needed; "
+            f"/v1, /health and /metrics on {server.url}"
         )
         with httpx.Client(base_url=server.url, timeout=WAIT_S, headers=key) as client:
             assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401

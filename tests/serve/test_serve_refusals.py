@@ -46,7 +46,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {}, "messages", "Missing required parameter: 'messages'"),
     chat({"messages": []}, "messages", "at least 1 item"),
     chat({"messages": "hello"}, "messages", "a list, not 'hello'"),
-    chat({"messages": [{"role": "user"}]}, "messages.0.content", "Missing required parameter"),
+    chat({"messages": [{"role": "user"}]}, "messages", "a role and a content, both text: message 0 is"),
     chat({"messages": USER["messages"] * 2100}, "messages", "2100 messages"),
     said({"role": "wizard"}, ".role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
     said({"content": 5}, ".content", "a text, not 5"),
@@ -68,7 +68,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
     chat({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ; give one"),
     chat({"max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
-    chat({"min_tokens": 1_000_000}, "min_tokens", "min_tokens 1000000 does not fit: the prompt leaves "),
+    chat({"min_tokens": 1_000_000}, "min_tokens", "min_tokens (1000000) is above max_tokens ("),
     chat({"method": "draft-model"}, "method", "drafter"),
     chat({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries, not 301"),
     chat({"stop": ["a", 5]}, "stop.1", "must be a text"),
@@ -77,7 +77,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
     prompt({"logprobs": True}, "logprobs", "must be an integer"),
     # Constraints on the output
-    chat({"response_format": {"type": "xml"}}, "response_format", "must be one of text, json_object, json_schema"),
+    chat({"response_format": {"type": "xml"}}, "response_format", "must be {'type': 'text'}, {'type'"),
     chat({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     chat({"guided_regex": "a", "guided_json": {}}, "guided_regex", "is a second constraint"),
     chat({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json_schema and regex"),
@@ -169,7 +169,7 @@ def test_prompts_that_are_too_long_are_refused_with_numbers(server: ThreadServer
     ):
         error = error_of(response)
         assert response.status_code == 400 and error["code"] == "context_length_exceeded"
-        assert error["param"] == param and f"at most {limit - 1} prompt tokens" in error["message"]
+        assert error["param"] == param and f"at most {limit - 1} " in error["message"]
     fits = server.http.post(COMPLETIONS, json={"prompt": [5] * (limit - 1), "max_tokens": 1})
     assert fits.status_code == 200 and fits.json()["usage"]["total_tokens"] == limit
 
@@ -196,12 +196,12 @@ def test_the_api_key_is_asked_for(guarded: ThreadServer) -> None:
         before = metrics(stranger).get(refused, 0)  # as /health, without a key
         for given in (None, b"Bearer wrong", key.encode(), b"Bearer \xc3\xbc"):
             headers = {} if given is None else {b"Authorization": given}
-            for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nothing")):
+            for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/nothing")):
                 response = stranger.request(method, path, headers=headers)
                 assert response.status_code == 401
                 assert error_of(response)["code"] == "invalid_api_key" and key not in response.text
         assert stranger.get("/health").status_code == 200
-        assert metrics(stranger)[refused] == before + 16
+        assert metrics(stranger)[refused] == before + 12
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError):
         client.models.list()

@@ -20,7 +20,7 @@ from ddtree_trt.runtime.chat.calls import (
 from ddtree_trt.runtime.chat.parsers import LLAMA3_JSON, QWEN3_CODER
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
 from ddtree_trt.runtime.chat.tools import Tool, ToolUse
-from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput
+from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput
 
 _ANY_OBJECT = {"type": "object"}
 # As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
@@ -29,6 +29,7 @@ _ONE_LINE: Mapping[str, Any] = {
         "whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
     }
 }  # fmt: skip
+_MAX_CHARACTERS = 1 << 20  # of a grammar: definitions are repeated with every parameter
 _BARE_BEGIN = '{"name":'
 
 
@@ -137,8 +138,8 @@ def _xml_parameters(schema: Mapping[str, Any]) -> str:
     for name, of_value in properties.items():
         part = f"{_quoted(f'<parameter={name}>{chr(10)}')} {_xml_parameter(name, of_value, schema)}"
         parts.append(part if name in required else f"({part})?")
-        if (size := size + len(part)) > MAX_CHARACTERS:  # definitions are repeated with every parameter
-            raise _NotHeld(f"its size, a grammar of more than {MAX_CHARACTERS} characters")
+        if (size := size + len(part)) > _MAX_CHARACTERS:
+            raise _NotHeld(f"its size, a grammar of more than {_MAX_CHARACTERS} characters")
     return " ".join(parts)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddtree_trt.errors import MissingDependency, UsageError, install_with
-from ddtree_trt.runtime.structured.matcher import Grammar, Matcher, Opening, Preparing, refused
+from ddtree_trt.runtime.structured.matcher import Matcher, Opening, Preparing, refused
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
@@ -135,10 +135,10 @@ class GrammarCompiler:
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
-        grammar = Grammar(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
-        grammar.mask()  # takes most of the work; the library keeps it
-        opening = None if structured.after is None else self._opening(structured.after)
-        return Matcher(grammar, opening)
+        matcher = Matcher(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
+        matcher.mask()  # takes most of the work; the library keeps it
+        matcher.opening = None if structured.after is None else self._opening(structured.after)
+        return matcher
 
     def close(self) -> None:
         if self._judge is not None:

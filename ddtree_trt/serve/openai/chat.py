@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ddtree_trt.errors import UsageError, shown
@@ -33,7 +33,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
     await service.compile(params, given, use)
     request_id = new_id("chatcmpl")
-    submissions = [service.submit(request, ids, params, request_id, "messages")]
+    submissions = [service.submit(request, ids, params, request_id, "messages", names=names)]
     kinds = ("chat.completion", "chat.completion.chunk")
     return await respond(service, body, request_id, submissions, kinds, answers.whole, answers.parts)
 

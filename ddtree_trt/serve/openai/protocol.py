@@ -12,9 +12,9 @@ import codecs
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from starlette.requests import Request
 
 from ddtree_trt.errors import shown
 from ddtree_trt.reading import problem_of
@@ -165,22 +165,11 @@ class Message(_Strict):
     """A message of a chat. Clients may send our answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str | None, BeforeValidator(_content)] = None  # which is needed where there is no other part
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True)] = None
     tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _other_parts_need_no_content(cls, data: Any) -> Any:
-        if (
-            isinstance(data, dict)
-            and data.get("content") is None
-            and (data.get("tool_calls") or data.get("reasoning_content"))
-        ):
-            return {**data, "content": ""}
-        return data
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:
