@@ -17,7 +17,6 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 JSON = {"Content-Type": "application/json"}
 TOOL = {"type": "function", "function": {"name": "f"}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -52,8 +51,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     said({"content": 5}, ".content", "a text, not 5"),
     said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not 'image_url'"),
     said({"name": "bob"}, ".name", "Unsupported parameter: 'messages.0.name' (the chat template"),
-    said({"tool_calls": [{}]}, ".tool_calls.0.function", "Missing required parameter"),
-    said({"tool_calls": [CALL]}, "", "tool_calls is for messages of role 'assistant', not of 'user'"),
+    chat({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls[0] of message 0 must be"),
     # Names, and what clients send beside the sampling parameters
     chat({"foo": 1}, "foo", "Unknown parameter: 'foo'"),
     chat({"stream_options": {"y": 1, "x": 1}, "stream": True}, "stream_options.y", "Unknown parameter"),

@@ -84,11 +84,7 @@ class ChatAnswers:
     def whole(self, place: int, whole: RequestOutput, output: CompletionOutput) -> list[Answer]:
         tools = self._format.tool_format(self._use)
         read = read_message(output.text, self._thinking, tools, parallel=self._use.parallel)
-        message: Answer = {"role": "assistant", "content": read.content, "refusal": None}
-        if read.reasoning_content is not None:
-            message["reasoning_content"] = read.reasoning_content
-        if read.tool_calls:
-            message["tool_calls"] = [call.to_dict() for call in read.tool_calls]
+        message = {**read.to_dict(), "refusal": None}
         logprobs, reason = self._logprobs(output), _finish_reason(output, len(read.tool_calls))
         return [{"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}]
 

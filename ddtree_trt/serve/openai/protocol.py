@@ -147,20 +147,6 @@ def _with_sampling(body: type[_Body]) -> type[_Body]:
     return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
 
 
-class FunctionCall(_Strict):
-    name: str
-    arguments: str  # of a JSON object
-
-
-class ToolCall(_Strict):
-    """A call of a tool in a message of the assistant's."""
-
-    index: Annotated[int | None, Field(exclude=True)] = None  # of a part of a stream, sent back
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class Message(_Strict):
     """A message of a chat. Clients may send our answers back."""
 
@@ -168,15 +154,8 @@ class Message(_Strict):
     content: Annotated[str | None, BeforeValidator(_content)] = None  # which is needed where there is no other part
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True)] = None
+    tool_calls: Any = None  # `template_messages` reads them
     tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _check_role(self) -> Message:
-        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
-            if getattr(self, name) is not None and self.role != role:
-                raise ValueError(f"{name} is for messages of role '{role}', not of '{self.role}'")
-        return self
 
     def for_template(self) -> dict[str, Any]:
         given = self.model_dump(exclude_none=True)
