@@ -16,6 +16,7 @@ from ddtree_trt.commands.arguments import NewestByDefault, read_file, with_optio
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.terminal import printing as terminal
 
 
 class RunCommand(TyperCommand):
@@ -60,8 +61,6 @@ def run(
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
     if list_examples:
-        if json:
-            raise UsageError("--list-examples prints text; give it without --json")
         from ddtree_trt.terminal.console import print_examples
 
         load_manifest(directory)  # refuses what is no engine
@@ -82,7 +81,6 @@ def run(
     from ddtree_trt.runtime.params import SamplingParams
     from ddtree_trt.runtime.text import chat_template
     from ddtree_trt.terminal import chat, console
-    from ddtree_trt.terminal import printing as terminal
 
     params = SamplingParams.from_mapping(sampling)
     if not raw:
@@ -115,15 +113,12 @@ def run(
 
 def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:
     """The prompt's text, or None to chat."""
-    if prompt is not None and file is not None:
-        raise UsageError("give --prompt or --prompt-file, not both")
+    if sum(given is not None for given in (prompt, file, example)) > 1:
+        raise UsageError("give one of --prompt, --prompt-file and --example")
     if example is not None:
-        from ddtree_trt.terminal.console import print_question
-
         text = required_examples(directory).prompt(example)
-        if prompt is not None or file is not None:
-            raise UsageError("--example is a prompt; give it without --prompt and --prompt-file")
-        print_question(text)
+        for line in text.splitlines():  # on stderr, since it is no result
+            terminal.print_note(f"> {line}")
         return text
     if file is None and (prompt is not None or sys.stdin.isatty()):
         return prompt

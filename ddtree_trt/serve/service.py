@@ -70,7 +70,8 @@ class Service:
         """Token ids of a prompt, of which there may be none, or more than the model takes. Raises ApiError, which names
         `param`, for an invalid one, and for texts whose length alone says that it takes no such prompt."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
-            raise self._too_long(f"{len(prompt)} characters", param)
+            message = f"the prompt has {len(prompt)} characters, this model takes at most {self.max_seq_len - 1} tokens"
+            raise _named(DoesNotFit(message), param, {})
         return await self.in_thread("tokenizer", self.llm.codec.encode, prompt, param=param)
 
     async def render(
@@ -85,11 +86,6 @@ class Service:
                 param = f"messages.{place}.name"
                 text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"
                 raise ApiError(400, text, param=param, code="unsupported_parameter")
-        characters = sum(len(m.get("content", "")) for m in messages)
-        if len(messages) > self.max_seq_len:  # each is a token at least
-            raise self._too_long(f"{len(messages)} messages", "messages")
-        if characters > self._max_characters:
-            raise self._too_long(f"{characters} characters", "messages")
         await self.in_thread("template", codec.check_template_kwargs, given, param="chat_template_kwargs")
         return await self.in_thread("template", codec.render, messages, given, tools, param="messages")
 
@@ -101,10 +97,6 @@ class Service:
             raise _named(error, param, {STRUCTURED: param}) from error
         except MissingDependency as error:
             raise ApiError(400, str(error), param=param, code="unsupported_parameter") from error
-
-    def _too_long(self, size: str, param: str) -> ApiError:
-        error = DoesNotFit(f"the prompt has {size}, this model takes at most {self.max_seq_len - 1} tokens")
-        return _named(error, param, {})
 
     def params(
         self, given: Mapping[str, Any], room: int, names: Mapping[str, str], default: int | None = None

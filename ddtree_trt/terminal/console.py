@@ -197,12 +197,6 @@ def print_examples(examples: Examples) -> None:
             print(f"{'' if place else number:>{width}}  {printable(line)}")
 
 
-def print_question(prompt: str) -> None:
-    """Print a prompt that the user did not write, on stderr, since it is no result."""
-    for line in prompt.splitlines():
-        print_note(f"> {line}")
-
-
 def hint(prompt: str, examples: Examples | None) -> None:
     """Say what the engine's model knows where that is little and the prompt is shorter than all of its examples."""
     if examples is None or examples.knows is None:

@@ -98,7 +98,7 @@ def test_the_newest_engine_is_the_default(
     [
         (["--prompt", "x", "--max-tokens", "100000"], "max_tokens 100000 does not fit: the prompt leaves"),
         (["--prompt", "x", "--method", "draft-model"], "needs a drafter of kind autoregressive"),
-        (["--prompt", "x", "--prompt-file", "y"], "give --prompt or --prompt-file, not both"),
+        (["--prompt", "x", "--prompt-file", "y"], "give one of --prompt, --prompt-file and --example"),
         (["--prompt-file", "/nowhere/at/all"], "/nowhere/at/all cannot be read (No such file or directory)"),
         (["--prompt", "word " * 3000], "tokens, this engine takes at most"),
         (["--prompt", "x", "--compare", "--show-tree"], "give it without --compare"),

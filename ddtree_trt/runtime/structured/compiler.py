@@ -19,37 +19,14 @@ from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Of one trial: compiling a constraint and two steps. The stack is half of the least that a thread of this process has.
+# Of one trial of a stranger's constraint, in another process: compiling it and two steps. A grammar of sixty bytes may
+# take minutes to compile, gigabytes, or the stack of the library's recursion, with which the whole process ends. The
+# stack is half of the least that a thread of this process has.
 TRIAL_LIMITS = Limits(cpu_seconds=1.0, memory_bytes=128 << 20, stack_bytes=1 << 20)
 
 
-class Judge(WorkerProcess):
-    """A process that tries constraints with limits of time and memory, started when it is needed. Thread-safe.
-
-    A grammar of sixty bytes may take minutes to compile, gigabytes, or the stack of the library's recursion, with which
-    the whole process ends. So those of strangers are tried elsewhere first.
-    """
-
-    def __init__(
-        self, tokenizer: str, vocab_size: int, stop_ids: frozenset[int], limits: Limits = TRIAL_LIMITS
-    ) -> None:
-        """`tokenizer`: its JSON text; the others as for GrammarCompiler."""
-        vocabulary = [tokenizer, vocab_size, sorted(stop_ids)]
-        super().__init__(f"{__name__}:judging", limits, "constraints cannot be tried", vocabulary)
-
-    def check(self, structured: StructuredOutput) -> None:
-        """Raises UsageError, which says why, for a constraint that cannot be used, EngineError where the process cannot
-        be started or ends for another reason."""
-        try:
-            answer = self.ask(json.dumps(asdict(structured)).encode())
-        except LimitReached as limit:
-            raise refused(structured, f"compiling it {limit}; make it smaller") from None
-        if "error" in answer:
-            raise UsageError(answer["error"])
-
-
 def judging(vocabulary: Any) -> Work:
-    """What the process does."""
+    """What the process does that tries constraints."""
     text, vocab_size, stop_ids = vocabulary
     compiler = GrammarCompiler(lambda: text, vocab_size, frozenset(stop_ids))
     compiler.try_out(StructuredOutput(regex="(?s:.)*"))  # loads what all trials use
@@ -91,8 +68,9 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._stop_ids = stop_ids
         self.isolated = False  # whether constraints are tried in a process of their own: those of strangers
+        self.limits = TRIAL_LIMITS
         self._lock = threading.Lock()
-        self._judge: Judge | None = None
+        self._judge: WorkerProcess | None = None
         self._passed: dict[int, None] = {}
         self._opening = lru_cache(_OPENINGS)(lambda text: Opening(text, self._token_bytes))
 
@@ -105,13 +83,7 @@ class GrammarCompiler:
         is not installed."""
         if self.passed(structured):
             return
-        if self.isolated:
-            with self._lock:
-                if self._judge is None:
-                    self._judge = Judge(self._tokenizer_text(), self._vocab_size, self._stop_ids)
-            self._judge.check(structured)
-        else:
-            self.try_out(structured)
+        (self._try_apart if self.isolated else self.try_out)(structured)
         with self._lock:
             self._passed[hash(structured)] = None
             if len(self._passed) > _REMEMBERED:
@@ -127,6 +99,20 @@ class GrammarCompiler:
             state.compute_bitmask()
         if state.is_error():
             raise refused(structured, state.get_error())
+
+    def _try_apart(self, structured: StructuredOutput) -> None:
+        with self._lock:
+            if self._judge is None:
+                vocabulary = [self._tokenizer_text(), self._vocab_size, sorted(self._stop_ids)]
+                self._judge = WorkerProcess(
+                    f"{__name__}:judging", self.limits, "constraints cannot be tried", vocabulary
+                )
+        try:
+            answer = self._judge.ask(json.dumps(asdict(structured)).encode())
+        except LimitReached as limit:
+            raise refused(structured, f"compiling it {limit}; make it smaller") from None
+        if "error" in answer:
+            raise UsageError(answer["error"])
 
     def prepare(self, structured: StructuredOutput, ending: frozenset[int]) -> Preparing:
         """`matcher`, to be made on a thread of its own. Raises as `check` does."""

@@ -5,6 +5,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jsonschema
@@ -15,7 +16,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.compiler import GrammarCompiler, Judge
+from ddtree_trt.runtime.structured.compiler import TRIAL_LIMITS, GrammarCompiler
 from ddtree_trt.runtime.structured.matcher import Opening, Preparing
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.worker_process import Limits
@@ -232,15 +233,20 @@ DEADLY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def stranger(llm: LLM) -> Iterator[GrammarCompiler]:
+@contextmanager
+def stranger_s(llm: LLM, limits: Limits) -> Iterator[GrammarCompiler]:
     """A compiler that tries constraints in a process."""
-    maker = llm.core.maker
-    own = maker.grammars
+    own = llm.core.maker.grammars
     compiler = GrammarCompiler(own._tokenizer_text, own._vocab_size, own._stop_ids)
-    compiler.isolated = True
+    compiler.isolated, compiler.limits = True, limits
     yield compiler
     compiler.close()
+
+
+@pytest.fixture(scope="module")
+def stranger(llm: LLM) -> Iterator[GrammarCompiler]:
+    with stranger_s(llm, TRIAL_LIMITS) as compiler:
+        yield compiler
 
 
 @pytest.mark.parametrize(("fields", "reason"), DEADLY, ids=[reason[:20] for _, reason in DEADLY])
@@ -253,12 +259,9 @@ def test_what_would_end_the_process_is_refused(
     stranger.check(StructuredOutput(regex=f"a{{{len(reason)}}}"))
 
 
-def test_a_trial_ends_when_its_time_is_up(stranger: GrammarCompiler) -> None:
-    stranger.check(StructuredOutput(regex="z"))
-    vocab_size, ends = stranger._vocab_size, stranger._stop_ids
-    judge = Judge(stranger._tokenizer_text(), vocab_size, ends, Limits(cpu_seconds=0.2, memory_bytes=8 << 30))
+def test_a_trial_ends_when_its_time_is_up(llm: LLM) -> None:
     endless = {"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 300)]}
-    with pytest.raises(UsageError, match=r"more than 0\.2 s of a processor; make it smaller"):
-        judge.check(StructuredOutput(json_schema=endless))
-    judge.check(StructuredOutput(regex="a"))
-    judge.close()
+    with stranger_s(llm, Limits(cpu_seconds=0.2, memory_bytes=8 << 30)) as hasty:
+        with pytest.raises(UsageError, match=r"more than 0\.2 s of a processor; make it smaller"):
+            hasty.check(StructuredOutput(json_schema=endless))
+        hasty.check(StructuredOutput(regex="a"))
