@@ -104,24 +104,15 @@ def test_help_version_and_no_command(cli: Cli) -> None:
     assert code == 2 and err.startswith("error: No such command 'bild'")
 
 
-def on_a_terminal(*command: str, cwd: Path | None = None) -> str:
-    """What a command writes on a terminal of 80 columns."""
-    environment = {**HIDDEN, "TERM": "xterm"}
-    child = pexpect.spawn(
-        command[0], [*command[1:]], cwd=cwd, env=environment, encoding="utf-8", dimensions=(24, 80), timeout=WAIT_S
-    )
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0 and child.before is not None
-    return child.before
-
-
 def test_bars_on_a_terminal_only(built_folder: Path) -> None:
     """On a terminal stderr carries progress; stdout is the same lines either way."""
     build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force --no-profile > out"
-    drawn = on_a_terminal("sh", "-c", build, cwd=built_folder)
+    environment = {**HIDDEN, "TERM": "xterm"}
+    drawn, code = pexpect.run(
+        f'sh -c "{build}"', cwd=str(built_folder), env=environment, timeout=WAIT_S, withexitstatus=True
+    )
     first, second = (built_folder / "out").read_text().splitlines()
-    assert "write weights" in drawn and "backend onnxruntime: " in drawn
+    assert code == 0 and b"write weights" in drawn and b"backend onnxruntime: " in drawn
     assert first.startswith("built engines/tiny: ") and second == "next: ddtree-trt run engines/tiny"
 
 

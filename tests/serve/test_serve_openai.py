@@ -166,15 +166,6 @@ def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> N
     assert b"".join(map(bytes, raw)).decode() == " hello there<tool>!é there"  # type: ignore[arg-type]
 
 
-def test_a_completions_stream_never_cuts_a_character(client: openai.OpenAI, llm: LLM) -> None:
-    # A model can be made to say anything: bias alone decides, byte by byte.
-    for token in llm.codec.encode("🙂你"):
-        bias = {str(token): 100}
-        parts = client.completions.create(model="tiny", prompt="x", max_tokens=4, logit_bias=bias, stream=True)
-        text = "".join(part.choices[0].text for part in parts)
-        assert text == reference(llm, "x", max_tokens=4, logit_bias={token: 100.0}).outputs[0].text
-
-
 def test_the_prefix_cache_shows_in_the_usage(client: openai.OpenAI) -> None:
     question = "What is 12 + 30? Think about it in steps, please, and give the answer."
     for cached in (False, True):

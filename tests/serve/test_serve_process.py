@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -162,6 +161,8 @@ def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path
     assert (code, out) == (1, "") and error.startswith("error: no engine at ") and error.count("\n") == 1
     code, out, error = cli("serve", tiny_engine, "--host", "no.such.host.invalid")
     assert (code, out) == (2, "") and error.startswith("error: cannot listen on no.such.host.invalid: ")
+    answer = cli("serve", tiny_engine, "--max-replicas", "2")
+    assert answer == (2, "", "error: --max-replicas needs --replicas\n")
     code, out, error = cli("serve", tiny_engine, "--api-key", "")
     assert (code, out) == (2, "") and "API key" in error
     reason = "cannot be read (No such file or directory); give a Jinja template"
@@ -169,17 +170,11 @@ def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path
     assert answer == (2, "", f"error: --chat-template {none} {reason}\n")
 
 
-def python(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-
-def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
-    done = python(
-        "import sys; sys.modules['uvicorn'] = None\nfrom ddtree_trt.cli import app\n"
-        f"app(['serve', {str(tiny_engine)!r}, '--port', '0'])"
-    )
+def test_without_the_extra_the_command_names_it(tiny_engine: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ddtree_trt.serve.server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     missing = f"error: this needs the Python package uvicorn; {install_with('serve')}\n"
-    assert (done.returncode, done.stderr) == (1, missing)
+    assert cli("serve", tiny_engine, "--port", "0") == (1, "", missing)
 
 
 def test_a_crowd_of_clients(tiny_engine: Path, tmp_path: Path) -> None:

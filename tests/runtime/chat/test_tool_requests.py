@@ -128,26 +128,6 @@ def test_engines_that_cannot_call() -> None:
     assert several.takes_tools and ChatFormat(several).tool_parser == "hermes"
 
 
-def test_the_template_sees_tools_calls_and_results() -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "größe"}}}
-    tools = [tool(description="d", parameters=parameters)]
-    chat: list[Any] = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call('{"a": "ü"}')]},
-        {"role": "tool", "content": "sun", "tool_call_id": "1"},
-    ]
-    text = codec_of(QWEN3).render(chat, None, tools)
-    assert json.dumps(tools[0], ensure_ascii=False) in text
-    assert '<think>\nhm\n</think>\n\n\n<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>' in text
-    assert "<tool_response>\nsun\n</tool_response>" in text
-    plain = codec_of(QWEN3).render(chat[:1])
-    assert "Tools:" not in plain and plain.endswith("<|im_start|>assistant\n")
-    assert "<function=f>\n<parameter=a>\nü\n</parameter>" in codec_of(QWEN3_CODER).render(chat, None, tools)
-    assert '{"name": "f", "parameters": {"a": "ü"}}<|eot_id|>' in codec_of(LLAMA3).render(chat, None, tools)
-    with pytest.raises(UsageError, match="only one call at a time"):
-        codec_of(LLAMA3).render([*chat[:1], {"role": "assistant", "tool_calls": [call("{}")] * 2}])
-
-
 def test_whether_an_answer_begins_with_reasoning() -> None:
     chat = [{"role": "user", "content": "<think>"}]
     closed = {"enable_thinking": False}
