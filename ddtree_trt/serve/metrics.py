@@ -106,20 +106,14 @@ def show_requests() -> None:
 
 
 def log_request(request: Request) -> None:
-    """Write the line of a request that ended, for whatever reason."""
-    if _log.isEnabledFor(logging.INFO):
-        _log.info("%s", request_line(request))
-
-
-def request_line(request: Request) -> str:
-    """What the log says of a request; its sequences are counted together."""
+    """Write the line of a request that ended, for whatever reason; its sequences are counted together."""
     metrics = merge(sequence.metrics for sequence in request.sequences)
     ends = sorted({"error" if s.error is not None else str(s.finish_reason) for s in request.sequences})
     parts = [f"{metrics.prompt_tokens} prompt tokens, {metrics.cached_tokens} cached", f"{metrics.output_tokens} new"]
     if (first := metrics.time_to_first_token_s) is not None:
         parts.append(f"first after {first:.3f} s")
-    if (seconds := metrics.inference_time_s) is not None and seconds > 0:
+    if seconds := metrics.inference_time_s:
         parts.append(f"{metrics.output_tokens / seconds:.1f} tokens/s")
     if metrics.rounds:
         parts.append(f"{metrics.mean_acceptance_length:.1f} a round")
-    return f"{request.request_id}: {', '.join(parts)}; {', '.join(ends)}"
+    _log.info("%s: %s; %s", request.request_id, ", ".join(parts), ", ".join(ends))

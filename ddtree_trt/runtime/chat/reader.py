@@ -14,16 +14,10 @@ Thinking = Literal["never", "open", "possible"]
 
 
 @dataclass(frozen=True)
-class Reasoning:
-    """The next part of what the model thinks before it answers."""
+class Text:
+    """The next part of what the model thinks before it answers, or of what it says: of a field of its message."""
 
-    text: str
-
-
-@dataclass(frozen=True)
-class Content:
-    """The next part of what it says."""
-
+    field: Literal["reasoning_content", "content"]
     text: str
 
 
@@ -41,7 +35,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-Event = Reasoning | Content | ToolCall
+Event = Text | ToolCall
 
 
 @dataclass
@@ -60,10 +54,13 @@ class ChatMessage:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
-        events = list(events)
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls = [event for event in events if isinstance(event, ToolCall)]
+        texts, calls = {"content": "", "reasoning_content": ""}, list[ToolCall]()
+        for event in events:
+            if isinstance(event, Text):
+                texts[event.field] += event.text
+            else:
+                calls.append(event)
+        content, reasoning = texts.values()
         return cls(content or (None if reasoning or calls else ""), reasoning or None, calls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,17 +127,17 @@ class MessageReader:
             self._begin(ended)
         if self._part == "reasoning":
             text, mark = self._until((END_OF_THINKING,), ended)
-            self._say(Reasoning, text, "\n")  # templates put line breaks at its ends and behind it
+            self._say("reasoning_content", text, "\n")  # templates put line breaks at its ends and behind it
             if mark:
                 self._take(len(mark))
                 self._part, self._blank, self._dropped = "answer", "", "\n"
         if self._part == "answer":
             if self._tools is None:
-                self._say(Content, self._take(len(self._unread)), "")
+                self._say("content", self._take(len(self._unread)), "")
             else:
                 self._answer(self._tools, ended)
             if ended and self._blank and not self.calls:
-                self._add(Content(self._blank))
+                self._add(Text("content", self._blank))
         return self._found
 
     def _begin(self, ended: bool) -> None:
@@ -157,7 +154,7 @@ class MessageReader:
             text, mark = "", ""
             if not (tools.bare and not self._said and self._unread.lstrip()[:1] in ("", "{")):
                 text, mark = self._until(tools.marks, ended)
-                self._say(Content, text, None)
+                self._say("content", text, None)
                 if not mark:
                     return
             end = tools.marks.get(mark)
@@ -169,7 +166,7 @@ class MessageReader:
                 self._looked = max(0, len(self._unread) - len(end or "") + 1)
                 return
             except Malformed as malformed:
-                self._say(Content, self._take(malformed.content or len(mark)), None)
+                self._say("content", self._take(malformed.content or len(mark)), None)
             else:
                 self._take(size)
                 for name, arguments in calls:
@@ -193,7 +190,7 @@ class MessageReader:
         begun = next((n for n in sizes if any(m.startswith(self._unread[-n:]) for m in marks)), 0)
         return self._take(len(self._unread) - (0 if ended else begun)), ""
 
-    def _say(self, kind: type[Reasoning | Content], text: str, blank: str | None) -> None:
+    def _say(self, field: Literal["reasoning_content", "content"], text: str, blank: str | None) -> None:
         """Add a text but for the characters `blank` at its end, None being white space, which belong to it where more
         follows."""
         text = (self._blank + text).lstrip(self._dropped)
@@ -201,16 +198,16 @@ class MessageReader:
         self._blank = text[len(kept) :]
         if kept:
             self._dropped = ""
-            self._said |= kind is Content
-            self._add(kind(kept))
+            self._said |= field == "content"
+            self._add(Text(field, kept))
 
-    def _add(self, event: Reasoning | Content) -> None:
-        """Add an event to those found, as one with its neighbour of the same kind."""
+    def _add(self, event: Text) -> None:
+        """Add an event to those found, as one with its neighbour of the same field."""
         last = self._found[-1] if self._found else None
-        if isinstance(last, Reasoning | Content) and type(last) is type(event):
-            self._found[-1] = type(event)(last.text + event.text)
-        else:
-            self._found.append(event)
+        if isinstance(last, Text) and last.field == event.field:
+            self._found.pop()
+            event = Text(event.field, last.text + event.text)
+        self._found.append(event)
 
 
 def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> ChatMessage:

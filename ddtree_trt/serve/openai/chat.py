@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.chat.reader import Content, Event, MessageReader, Reasoning, Thinking, read_message
+from ddtree_trt.runtime.chat.reader import Event, MessageReader, Text, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -99,7 +99,7 @@ class ChatAnswers:
             self._readers[output.index] = self._format.reader(self._thinking, self._use)
             add({"role": "assistant", "content": ""})
         reader, ends = self._readers[output.index], output.finish_reason is not None
-        events: list[Event] = [Content(output.text)] if output.text else []
+        events: list[Event] = [Text("content", output.text)] if output.text else []
         if reader is not None:
             events = reader.push(output.text) + (reader.end() if ends else [])
         deltas, logprobs = [_delta(event) for event in events], self._logprobs(output)
@@ -128,10 +128,8 @@ class ChatAnswers:
 
 
 def _delta(event: Event) -> Answer:
-    if isinstance(event, Reasoning):
-        return {"reasoning_content": event.text}
-    if isinstance(event, Content):
-        return {"content": event.text}
+    if isinstance(event, Text):
+        return {event.field: event.text}
     return {"tool_calls": [{"index": event.index, **event.to_dict()}]}
 
 

@@ -17,9 +17,9 @@ from ddtree_trt.runtime.chat import reader as reader_module
 from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
 from ddtree_trt.runtime.chat.reader import (
     ChatMessage,
-    Content,
     Event,
     MessageReader,
+    Text,
     Thinking,
     ToolCall,
     ToolFormat,
@@ -216,7 +216,7 @@ def test_texts_of_xml_come_back_as_written(values: list[str], data: st.DataObjec
 
 def test_a_call_is_held_until_it_is_whole() -> None:
     reader = MessageReader("never", HERMES)
-    assert reader.push("So: <tool") == [Content("So:")], "white space may be that of a call"
+    assert reader.push("So: <tool") == [Text("content", "So:")], "white space may be that of a call"
     assert reader.push('_call>\n{"name": "f", "arguments": {"a": "</tool_call>') == []
     assert reader.push('"}}\n</tool') == []
     (call,) = reader.push("_call>")

@@ -41,8 +41,8 @@ def test_how_tools_are_to_be_used() -> None:
     [
         ("x", None, None, "tools must be a list of at least one tool, not 'x'"),
         ([tool()] * 1025, None, None, "tools: 1025 were given, at most 1024 are taken"),
-        ([tool(), {"type": "web_search"}], None, None, r"tools\[1\] must be .*; found 'web_search'"),
-        ([{"type": "function"}], None, None, r"tools\[0\]\.function must be an object"),
+        ([tool(), {"type": "web_search"}], None, None, r"tools\[1\] must be .*, not {'type': 'web_search'}"),
+        ([{"type": "function"}], None, None, r"tools\[0\] must be .*, not {'type': 'function'}"),
         ([tool("a b")], None, None, r"tools\[0\]\.function\.name must be 1 to 128 letters, .* not 'a b'"),
         ([tool(parameters=[])], None, None, r"tools\[0\]\.function\.parameters must be a JSON schema"),
         ([tool(), tool()], None, None, r"tools\[1\]\.function\.name: 'f' is there twice"),
