@@ -1,5 +1,4 @@
-"""Arguments and options of commands: those that several share, and those made from records (`ddtree_trt/records.py`),
-from the sampling parameters, and for the constraint on the output."""
+"""Arguments and options of commands, made from records (`ddtree_trt/records.py`) and the sampling parameters."""
 
 import functools
 import inspect

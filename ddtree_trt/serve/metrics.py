@@ -22,11 +22,7 @@ Made = TypeVar("Made", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The server's registry: the table of metrics, and counts of HTTP answers and ends of sequences. `model_name` is
-    that under which clients know the model.
-
-    `finished` is called on the worker thread, everything else on the event loop.
-    """
+    """The server's registry. `finished` is called on the worker thread, everything else on the event loop."""
 
     def __init__(self, manifest: Manifest, model_name: str) -> None:
         disable_created_metrics()  # for each metric one more, of when it began: of use to nobody here

@@ -1,5 +1,4 @@
-"""Options of the server and of replicas, with their defaults, ranges and words. Imports little: the command line reads
-them."""
+"""Options of the server and of replicas. Imports little: the command line reads them."""
 
 import re
 from dataclasses import dataclass, fields

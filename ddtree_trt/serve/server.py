@@ -35,10 +35,7 @@ _END_NOW_S = 4.5  # from a second signal to the same
 
 
 def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
-    """Serve an engine until SIGTERM or SIGINT ends it. Prints one line when it is ready.
-
-    Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
-    """
+    """Serve an engine until a signal ends it. Raises ArtifactError, and UsageError for the address."""
     if options.request_log:
         show_requests()
     with listen(options) as listener:
@@ -141,8 +138,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn with draining: after a signal new requests are answered 503, and the server ends when the open ones have
-    finished. A second signal ends them at once."""
+    """uvicorn with draining: after a signal new requests are answered 503; a second signal ends the open ones."""
 
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_timeout_s: float, ready: str) -> None:
         super().__init__(config)

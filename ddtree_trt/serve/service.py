@@ -67,8 +67,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def encode(self, prompt: str | list[int], param: str) -> list[int]:
-        """Token ids of a prompt, of which there may be none, or more than the model takes. Raises ApiError, which names
-        `param`, for an invalid one, and for texts whose length alone says that it takes no such prompt."""
+        """Token ids of a prompt. Raises ApiError, which names `param`; for too many characters at once."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
             message = f"the prompt has {len(prompt)} characters, this model takes at most {self.max_seq_len - 1} tokens"
             raise _named(DoesNotFit(message), param, {})
@@ -77,9 +76,7 @@ class Service:
     async def render(
         self, chat: list[Message], chat_template_kwargs: Mapping[str, Any] | None, tools: Tools | None = None
     ) -> str:
-        """The text of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
-        call. Raises ApiError as `encode` does, and for the name of who says a message where the template would drop it.
-        """
+        """The text of a chat. Raises ApiError as `encode` does, and for a name that the template would drop."""
         codec, given, messages = self.llm.codec, chat_template_kwargs, [message.for_template() for message in chat]
         for place, message in enumerate(chat):
             if message.name is not None and message.role != "tool" and not codec.takes_names:
@@ -136,8 +133,7 @@ class Service:
         names: Mapping[str, str] | None = None,
         on_round: Watcher | None = None,
     ) -> Submission:
-        """Submit a request; `names` are as for `params`. It is cancelled when the exchange with the client ends, for
-        whatever reason."""
+        """Submit a request, which the end of the exchange with the client cancels; `names` are as for `params`."""
         try:
             submission = self.llm.submit(ids, params, request_id, on_round=on_round)
         except UsageError as error:
@@ -147,8 +143,7 @@ class Service:
 
 
 def _named(error: UsageError, other: str | None, names: Mapping[str, str]) -> ApiError:
-    """The error with its parameter, which is the first word of our texts, or its name in `names`; `other` where that
-    word is no parameter."""
+    """The error with its parameter: our texts' first word, or its name in `names`; `other` where that is none."""
     text, code = str(error), "context_length_exceeded" if isinstance(error, DoesNotFit) else "invalid_value"
     name = re.match(r"\w*", text)[0]  # type: ignore[index]
     if name in PARAMETERS or name in ALIASES:

@@ -45,8 +45,7 @@ class Chat:
         self._told = False  # that turns are left out
 
     def converse(self) -> None:
-        """Answer message by message until /quit or the end of input. Ctrl-C ends an answer, and at the prompt the chat,
-        by KeyboardInterrupt. A refused message is reported and forgotten."""
+        """Answer message by message until /quit or the end of input. Ctrl-C ends an answer or the chat."""
         name, method = self._llm.engine.manifest.name, self._params.method
         print(f"{name}, {method}. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat.")
         read = _reader()
@@ -166,10 +165,7 @@ def _number(value: str) -> Any:
 
 
 def _reader() -> Callable[[], str]:
-    """What reads a message: with history and editing on a terminal, where pasted lines are one message.
-
-    Raises EOFError at the end of input, KeyboardInterrupt at Ctrl-C unless that drops what was typed.
-    """
+    """What reads a message, with history and editing on a terminal. Raises EOFError and KeyboardInterrupt."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input("\n> ")
     from prompt_toolkit import PromptSession

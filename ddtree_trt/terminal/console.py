@@ -136,10 +136,7 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
 
 
 def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
-    """Run the request by its method and by the baselines, interleaved, on the same engine; print the medians.
-
-    Raises DDTreeError where the outputs differ.
-    """
+    """Run the request by its method and the baselines in turn; print medians. Raises DDTreeError where texts differ."""
     if params.stochastic and params.seed is None:
         # With one seed every method that samples from the target draws the same tokens.
         params = replace(params, seed=secrets.randbits(32))

@@ -1,5 +1,4 @@
-"""Printing of the command line: results on stdout, errors and progress on stderr, colour and bars only on a
-terminal."""
+"""Printing of the command line: results on stdout, errors and progress on stderr, colour only on a terminal."""
 
 from __future__ import annotations
 

@@ -217,8 +217,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def as_json(text: str, kinds: set[str]) -> str:
-    """JSON of a parameter's text: the text itself where it is JSON of one of the types, otherwise a string of it. Where
-    the types are not known, objects and lists are taken for what they look like."""
+    """JSON of a parameter's text: itself where it is JSON of one of the types or looks like it, else a string."""
     value: Any = text
     written = ""
     if kinds != {"string"}:

@@ -108,8 +108,7 @@ class _NotHeld(Exception):
 
 
 def _xml_parameters(schema: Mapping[str, Any]) -> str:
-    """The expression of a call's parameters. They come in the schema's order; where it lists none, they may have any
-    name. Raises _NotHeld."""
+    """The expression of a call's parameters, in the schema's order; of any names without one. Raises _NotHeld."""
     match [*alternatives(schema, schema, ())]:
         case [{**arguments}]:
             others = arguments.get("additionalProperties", True)

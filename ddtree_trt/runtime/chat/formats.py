@@ -62,8 +62,7 @@ class ChatFormat:
         return tuple(sorted(self._codec.special_tokens(MARKS)))
 
     def thinking(self, prompt_ids: Sequence[int]) -> Thinking:
-        """How the answer to a prompt begins: the template may have opened a block of reasoning, or closed an empty
-        one, and otherwise the model opens it."""
+        """How the answer to a prompt begins: the template may have opened a block of reasoning, or closed one."""
         if self.reasoning_parser == "none":
             return "never"
         end = self._codec.decode(prompt_ids[-_TAIL:], skip_special_tokens=False).rstrip()
@@ -105,10 +104,7 @@ class ChatFormat:
         return MessageReader(thinking, tools, parallel=use.parallel) if tools or thinking != "never" else None
 
     def messages(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[ChatMessage]:
-        """The completions of a chat as messages: content, reasoning and calls of the `tools` that it was given.
-
-        Raises UsageError for tools that this engine cannot call.
-        """
+        """An output's completions as messages. Raises UsageError for `tools` that this engine cannot call."""
         use = read_use(tools, None, None)
         self.check_tools(use)
         thinking, format_ = self.thinking(output.prompt_token_ids), self.tool_format(use)

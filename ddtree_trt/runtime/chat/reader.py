@@ -88,8 +88,7 @@ class ToolFormat(Protocol):
     bare: bool  # whether an answer that is an object may be a call without an opening
 
     def calls(self, text: str, mark: str, *, ended: bool) -> tuple[list[tuple[str, str]], int]:
-        """Names and arguments of the calls with which a text begins, the first one's opening being `mark`, and their
-        end. Nothing follows a text that has `ended`. Raises Malformed and Incomplete."""
+        """Names and arguments of the calls with which a text begins, and their end. Raises Malformed and Incomplete."""
 
 
 class MessageReader:
@@ -182,8 +181,7 @@ class MessageReader:
         return taken
 
     def _until(self, marks: Collection[str], ended: bool) -> tuple[str, str]:
-        """The text before the first of the marks as far as it is certain, which is taken, and the mark, with which the
-        unread text then begins; empty where there is none."""
+        """Take the text before the first mark, as far as it is certain; returns it, and the mark or an empty text."""
         if (found := _any_of(tuple(marks)).search(self._unread)) is not None:
             return self._take(found.start()), found.group()
         sizes = range(min(len(self._unread), max(map(len, marks)) - 1), 0, -1)
@@ -191,8 +189,7 @@ class MessageReader:
         return self._take(len(self._unread) - (0 if ended else begun)), ""
 
     def _say(self, field: Literal["reasoning_content", "content"], text: str, blank: str | None) -> None:
-        """Add a text but for the characters `blank` at its end, None being white space, which belong to it where more
-        follows."""
+        """Add a text; of the characters `blank` at its end, None being white space, only those before more text."""
         text = (self._blank + text).lstrip(self._dropped)
         kept = text.rstrip(blank)
         self._blank = text[len(kept) :]

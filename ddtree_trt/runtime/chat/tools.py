@@ -83,8 +83,7 @@ def _tool(path: str, given: Any) -> Tool:
 
 
 def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
-    """What a request says of tools, None standing for what it does not say. Raises UsageError, whose text begins with
-    the name of what is wrong."""
+    """What a request says of tools. Raises UsageError, whose text begins with the name of what is wrong."""
     if tools is None:
         if choice not in (None, "none"):
             raise UsageError(f"tool_choice {shown(choice)} needs tools; give them, or leave tool_choice out")

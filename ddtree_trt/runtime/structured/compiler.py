@@ -79,8 +79,7 @@ class GrammarCompiler:
         return hash(structured) in self._passed
 
     def check(self, structured: StructuredOutput) -> None:
-        """Raises UsageError, which says why, for a constraint that cannot be used, MissingDependency where the library
-        is not installed."""
+        """Raises UsageError for a constraint that cannot be used, MissingDependency without the library."""
         if self.passed(structured):
             return
         (self._try_apart if self.isolated else self.try_out)(structured)
@@ -90,8 +89,7 @@ class GrammarCompiler:
                 del self._passed[next(iter(self._passed))]
 
     def try_out(self, structured: StructuredOutput) -> None:
-        """Compile the constraint and take a step: most of what cannot be used comes to a limit there. Raises as `check`
-        does."""
+        """Compile the constraint and take a step, where most limits are met. Raises as `check` does."""
         state = self._compile(structured)
         tokens = np.flatnonzero(np.unpackbits(np.frombuffer(state.compute_bitmask(), np.uint8), bitorder="little"))
         if len(tokens) and not state.is_error():

@@ -25,8 +25,7 @@ _KEPT = 8  # states of an opening whose crossing tokens are
 
 
 class Opening:
-    """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens. A state
-    is how many bytes of the text the output ends with; at `size` the text is complete."""
+    """A text behind which constraints begin. A state is how many bytes of it the output ends with, at most `size`."""
 
     def __init__(self, text: str, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes`: the bytes of every token of the vocabulary."""
@@ -119,8 +118,7 @@ class Matcher:
         return self.allowed_length([token]) == 1
 
     def mask(self) -> Mask:
-        """The tokens that may be next, bool [V]. Raises UsageError where there are none, or finding them is too much
-        work."""
+        """The tokens that may be next, bool [V]. Raises UsageError where there are none or a limit is met."""
         if self.opening is not None:
             mask = np.ones(self._vocab_size, bool)
             mask[self.opening.crossing(self._place)] = False
@@ -160,8 +158,7 @@ _SPARE_SHARE, _MOST_SPARE = 3, 192  # per node, and in all
 
 
 def with_spare(nodes: int) -> int:
-    """How many nodes to draft so that about `nodes` are allowed: most of what a drafter without knowledge of the
-    constraint proposes is not."""
+    """How many nodes to draft so that about `nodes` are allowed: most of those proposed are not."""
     return nodes + min(_SPARE_SHARE * nodes, _MOST_SPARE)
 
 
@@ -194,8 +191,7 @@ def _check(state: LLMatcher) -> None:
 
 
 def reason_line(text: str) -> str:
-    """The library's reason in one line, without the lines that quote what was given and point into it. Limits of ours
-    are named, with what to do."""
+    """The library's reason in one line, without what it quotes. Limits are named, with what to do."""
     if limit := next((limit for sign, limit in _LIMITS.items() if sign in text), None):
         return f"it takes more work or room than is allowed ({limit}); {_SMALLER}"
     lines = text.partition("<backtrace>")[0].splitlines()

@@ -1,5 +1,4 @@
-"""StructuredOutput, the constraint that a request's output has to satisfy, the check of a value that states one, and
-other names of the sampling parameter `structured`: those of OpenAI's API and of vLLM, now and earlier."""
+"""StructuredOutput, the constraint on a request's output, and the names it has in OpenAI's API and vLLM's."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class StructuredOutput:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> StructuredOutput:
-        """The record of values by field name, `json` being another name of `json_schema`; None stands for a value that
-        is not given. Raises UsageError for an unknown name."""
+        """The record of values by field name, or `json`; None is no value. Raises UsageError for an unknown name."""
         given = {("json_schema" if name == "json" else name): v for name, v in values.items() if v is not None}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := [name for name in given if name not in known]:

@@ -72,8 +72,7 @@ class ChatAnswers:
         self._readers: dict[int, MessageReader | None] = {}  # of choices that arrive in parts; None: all is content
 
     def params(self, given: SamplingParams) -> SamplingParams:
-        """The request's parameters with what its answers need: the tokens that mark their parts, and the constraint
-        that its tools ask for. Raises ApiError where there is another one already."""
+        """The request's parameters with what its tools and marks need. Raises ApiError for a second constraint."""
         try:
             structured = self._format.constraint(self._use, self._thinking, given.structured)
         except UsageError as error:

@@ -88,8 +88,7 @@ def routes(service: Service, examples: Examples | None) -> list[Route]:
 
 
 async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
-    """A stream of events {text, rounds, figures, finish_reason, busy}, one for each part of the answer. `busy` is the
-    warning of a machine that was busy before the answer began."""
+    """A stream of events {text, rounds, figures, finish_reason, busy}, one for each part of the answer."""
     text = body.messages[-1].content or ""
     if service.llm.tokenizer.chat_template:
         text = await service.render(body.messages, body.chat_template_kwargs)
