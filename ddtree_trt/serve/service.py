@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from ddtree_trt.artifact.template_arguments import KEYWORD
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
 from ddtree_trt.runtime.chat.constraints import check_schemas
@@ -76,15 +77,9 @@ class Service:
     async def render(
         self, chat: list[Message], chat_template_kwargs: Mapping[str, Any] | None, tools: Tools | None = None
     ) -> str:
-        """The text of a chat. Raises ApiError as `encode` does, and for a name that the template would drop."""
-        codec, given, messages = self.llm.codec, chat_template_kwargs, [message.for_template() for message in chat]
-        for place, message in enumerate(chat):
-            if message.name is not None and message.role != "tool" and not codec.takes_names:
-                param = f"messages.{place}.name"
-                text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"
-                raise ApiError(400, text, param=param, code="unsupported_parameter")
-        await self.in_thread("template", codec.check_template_kwargs, given, param="chat_template_kwargs")
-        return await self.in_thread("template", codec.render, messages, given, tools, param="messages")
+        """The text of a chat. Raises ApiError as `encode` does."""
+        messages, codec = [message.for_template() for message in chat], self.llm.codec
+        return await self.in_thread("template", codec.render, messages, chat_template_kwargs, tools, param="messages")
 
     async def in_thread(self, thread: str, work: Callable[..., _Result], *arguments: Any, param: str) -> _Result:
         """The result of `work`, called in the given thread. Raises ApiError, which names `param`, for UsageError."""
@@ -146,7 +141,7 @@ def _named(error: UsageError, other: str | None, names: Mapping[str, str]) -> Ap
     """The error with its parameter: our texts' first word, or its name in `names`; `other` where that is none."""
     text, code = str(error), "context_length_exceeded" if isinstance(error, DoesNotFit) else "invalid_value"
     name = re.match(r"\w*", text)[0]  # type: ignore[index]
-    if name in PARAMETERS or name in ALIASES:
+    if name in PARAMETERS or name in ALIASES or name == KEYWORD:
         other = {STRUCTURED: "structured_outputs", **names}.get(name, name)
         text = other + text[len(name) :]
     return ApiError(400, text, param=other, code=code)

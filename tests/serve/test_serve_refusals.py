@@ -50,7 +50,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     said({"role": "wizard"}, ".role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
     said({"content": 5}, ".content", "a text, not 5"),
     said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not 'image_url'"),
-    said({"name": "bob"}, ".name", "Unsupported parameter: 'messages.0.name' (the chat template"),
+    chat({"messages": [{**USER["messages"][0], "name": "bob"}]}, "messages", "no place for the name of a message"),
     chat({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls[0] of message 0 must be"),
     # Names, and what clients send beside the sampling parameters
     chat({"foo": 1}, "foo", "Unknown parameter: 'foo'"),
@@ -93,7 +93,6 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (TOKENIZE, {"prompt": "x" * 200_000}, "prompt", "200000 characters"),
     (DETOKENIZE, {"tokens": [5, -1]}, "tokens", "token id -1 is outside the vocabulary"),
     (ROUNDS, {**USER, "n": 2}, "n", "must be 1"),
-    (ROUNDS, {"messages": [{**USER["messages"][0], "name": "bob"}]}, "messages.0.name", "has no place for it"),
 ]
 
 

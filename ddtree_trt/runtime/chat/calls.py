@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from ddtree_trt.runtime.chat.reader import Incomplete, Malformed
-
 TOOL_CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _FUNCTION, _PARAMETER, _END_OF_FUNCTION = "<function=", "<parameter=", "</function>"
@@ -43,6 +41,23 @@ def _refuse(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)  # without the numbers that Python adds to JSON
+
+
+class Malformed(Exception):
+    """The text is no call. `content`: how many characters of it belong to none; None: its opening."""
+
+    def __init__(self, content: int | None = None) -> None:
+        self.content = content
+
+
+class Incomplete(Exception):
+    """More text may make a call of this one."""
+
+
+# How families of models write calls. `marks`: what opens a call → what it has to have; empty: it is whole at the end of
+# the answer. `bare`: whether an answer that is an object may be a call. `calls`: names and arguments of those with which
+# a text begins, whose opening is `mark`, and their end; nothing follows one that has `ended`. It raises Malformed and
+# Incomplete.
 
 
 class TaggedJson:
@@ -152,6 +167,9 @@ class XmlCalls:
             raise Malformed(last[-1] if last else end)
         at = end + len(_END_OF_FUNCTION)
         return [(function, f"{{{', '.join(written)}}}")], _behind_tag(text, at, ended) if mark == TOOL_CALL else at
+
+
+ToolFormat = TaggedJson | BareJson | XmlCalls
 
 
 def parameter_types(parameters: Any, name: str) -> set[str]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, ToolFormat, XmlCalls
 from ddtree_trt.runtime.chat.constraints import constraint
 from ddtree_trt.runtime.chat.parsers import ReasoningParser, ToolParser, tool_parser_of
 from ddtree_trt.runtime.chat.reader import (
@@ -15,7 +15,6 @@ from ddtree_trt.runtime.chat.reader import (
     ChatMessage,
     MessageReader,
     Thinking,
-    ToolFormat,
     read_message,
 )
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use

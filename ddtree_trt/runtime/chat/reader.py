@@ -2,10 +2,12 @@
 
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
+
+from ddtree_trt.runtime.chat.calls import Incomplete, Malformed, ToolFormat
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
@@ -68,27 +70,6 @@ class ChatMessage:
         calls = [call.to_dict() for call in self.tool_calls]
         parts = {"reasoning_content": self.reasoning_content, "tool_calls": calls}
         return {"role": "assistant", "content": self.content, **{name: part for name, part in parts.items() if part}}
-
-
-class Malformed(Exception):
-    """The text is no call. `content`: how many characters of it belong to none; None: its opening."""
-
-    def __init__(self, content: int | None = None) -> None:
-        self.content = content
-
-
-class Incomplete(Exception):
-    """More text may make a call of this one."""
-
-
-class ToolFormat(Protocol):
-    """How a family of models writes calls of tools."""
-
-    marks: Mapping[str, str]  # what opens a call → what it has to have; empty: it is whole at the answer's end
-    bare: bool  # whether an answer that is an object may be a call without an opening
-
-    def calls(self, text: str, mark: str, *, ended: bool) -> tuple[list[tuple[str, str]], int]:
-        """Names and arguments of the calls with which a text begins, and their end. Raises Malformed and Incomplete."""
 
 
 class MessageReader:

@@ -48,7 +48,7 @@ class TextCodec:
 
     def use_template(self, template: str) -> None:
         """Have another chat template, which `check_template` takes."""
-        for name in ("template_text", "takes_tools", "takes_names", "_template_variables"):
+        for name in ("template_text", "takes_tools", "_takes_names", "_template_variables"):
             self.__dict__.pop(name, None)
         self.tokenizer.chat_template = template
 
@@ -97,6 +97,8 @@ class TextCodec:
             raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
         if template is None:
             raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
+        if any("name" in message and message["role"] != "tool" for message in prepared) and not self._takes_names:
+            raise UsageError("this engine's chat template has no place for the name of a message; leave it out")
         variables = {**self.tokenizer.special_tokens_map, **self._template_args, **given}
         if tools:
             self.check_takes_tools()
@@ -131,8 +133,7 @@ class TextCodec:
             raise UsageError("tools: this engine's chat template has no place for them; leave them out")
 
     @cached_property
-    def takes_names(self) -> bool:
-        """Whether the chat template reads the names of those who say the messages."""
+    def _takes_names(self) -> bool:
         return _NAME_OF_MESSAGE.search(self.template_text) is not None
 
     def check_template_kwargs(self, given: Mapping[str, Any] | None, given_as: str = KEYWORD) -> Mapping[str, Any]:

@@ -10,11 +10,11 @@ import pytest
 from engine_builds import PACKAGED
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, ToolFormat, XmlCalls
 from ddtree_trt.runtime.chat.constraints import constraint as constraint_of
 from ddtree_trt.runtime.chat.constraints import literal
 from ddtree_trt.runtime.chat.parsers import ToolParser
-from ddtree_trt.runtime.chat.reader import ToolFormat, read_message
+from ddtree_trt.runtime.chat.reader import read_message
 from ddtree_trt.runtime.chat.tools import read_use
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.structured.record import StructuredOutput

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddtree_trt.runtime.chat import calls
 from ddtree_trt.runtime.chat import reader as reader_module
-from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, ToolFormat, XmlCalls
 from ddtree_trt.runtime.chat.reader import (
     ChatMessage,
     Event,
@@ -22,7 +22,6 @@ from ddtree_trt.runtime.chat.reader import (
     Text,
     Thinking,
     ToolCall,
-    ToolFormat,
     read_message,
 )
 
