@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -125,21 +124,6 @@ def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(EngineError, match="/nonexistent/python does not start"):
         Renderer().render("a", MESSAGES, {})
-
-
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_CPU, (3000, 3000))
-from ddtree_trt.runtime.text.chat_template import Renderer
-renderer = Renderer()
-print(renderer.render("a{{ messages[0].content }}", [{"role": "user", "content": "b"}], {}))
-renderer.close()
-"""
-
-
-def test_a_process_with_limits_of_its_own_renders() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ab\n"), done.stderr
 
 
 def test_a_process_that_ends_is_not_the_messages_fault(renderer: Renderer) -> None:

@@ -54,9 +54,9 @@ class Incomplete(Exception):
     """More text may make a call of this one."""
 
 
-# How families of models write calls. `marks`: what opens a call → what it has to have; empty: it is whole at the end of
-# the answer. `bare`: whether an answer that is an object may be a call. `calls`: names and arguments of those with which
-# a text begins, whose opening is `mark`, and their end; nothing follows one that has `ended`. It raises Malformed and
+# How families of models write calls. `marks`: what opens a call → what it has to have; empty: it is whole at the
+# answer's end. `bare`: whether an answer that is an object may be a call. `calls`: names and arguments of those with
+# which a text begins, whose opening is `mark`, and their end; nothing follows one that has `ended`. Raises Malformed,
 # Incomplete.
 
 

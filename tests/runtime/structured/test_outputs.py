@@ -17,7 +17,7 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.compiler import TRIAL_LIMITS, GrammarCompiler
-from ddtree_trt.runtime.structured.matcher import Opening, Preparing
+from ddtree_trt.runtime.structured.matcher import Preparing
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.worker_process import Limits
 
@@ -111,26 +111,6 @@ def test_a_reason_of_the_library_is_one_line_without_quotations(llm: LLM, fields
 LETTERS = [*'abcdefghijklmnopqrstuvwxyz"', "<end>"]
 END = len(LETTERS) - 1
 COMPILER = Compiler(LETTERS, END)
-
-
-def test_an_opening_is_found_as_by_search() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 7)))
-        tokens = sorted({"".join(rng.choice("abc") for _ in range(rng.randint(1, 9))).encode() for _ in range(40)})
-        opening, whole = Opening(text, tokens), b""
-        state: int | None = 0
-        for _ in range(20):
-            assert state is not None
-            beyond = [t for t, raw in enumerate(tokens) if (whole + raw).partition(text.encode())[2]]
-            assert opening.crossing(state) == beyond, (text, whole)
-            token = rng.randrange(len(tokens))
-            whole += tokens[token]
-            state = opening.feed(state, token)
-            _, found, rest = whole.partition(text.encode())
-            assert (state == opening.size) == (bool(found) and not rest) and (state is None) == bool(rest)
-            if found:
-                break
 
 
 EXPLOSIONS = [
