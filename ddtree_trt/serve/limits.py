@@ -99,21 +99,15 @@ class Gate:
         if len(self._under_way) >= self._options.max_requests:
             message = f"{len(self._under_way)} requests are under way, as many as this server takes; try again later"
             return overloaded(message, **CLOSE)  # the rest of the body will not be read
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._options.max_body_bytes:
-            return self._body_too_large()
         return None
-
-    def _body_too_large(self) -> ApiError:
-        message = f"the body is larger than the {self._options.max_body_bytes} bytes this server takes"
-        return ApiError(413, message, code="body_too_large", headers=CLOSE)
 
     async def _respond(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         """Answer a request whose client stays. Raises what the application raises."""
         if (body := await _read(receive, self._options.max_body_bytes)) is None:
             return
         if len(body) > self._options.max_body_bytes:
-            raise self._body_too_large()
+            message = f"the body is larger than the {self._options.max_body_bytes} bytes this server takes"
+            raise ApiError(413, message, code="body_too_large", headers=CLOSE)
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:  # a second call never returns: the connection is watched here

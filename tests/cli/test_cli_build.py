@@ -14,7 +14,6 @@ from pacing import WAIT_S
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.commands import build as building
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.errors import install_with
@@ -114,16 +113,6 @@ def test_bars_on_a_terminal_only(built_folder: Path) -> None:
     first, second = (built_folder / "out").read_text().splitlines()
     assert code == 0 and b"write weights" in drawn and b"backend onnxruntime: " in drawn
     assert first.startswith("built engines/tiny: ") and second == "next: ddtree-trt run engines/tiny"
-
-
-def test_the_seconds_of_a_build_are_those_waited(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring latencies is a part of it."""
-    now = [0.0]
-    monkeypatch.setattr(building, "measure", lambda *_: now.__setitem__(0, now[0] + 5000.0))
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    code, out, err = cli("build", "--target", "tiny", "--output", tmp_path / "engine")
-    assert code == 0, err
-    assert out.splitlines()[0].endswith(", 5000.0 s")
 
 
 def test_a_closed_pipe_is_no_error(built_folder: Path) -> None:

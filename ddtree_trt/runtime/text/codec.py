@@ -69,8 +69,6 @@ class TextCodec:
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
-        if set(map(type, prompt)) == {int}:  # a fast path: the general one takes a microsecond per item
-            return list(cast(Sequence[int], prompt))
         chat = [item for item in prompt if isinstance(item, Mapping)]
         if chat and len(chat) == len(prompt):
             return self.encode(self.render(chat, chat_template_kwargs, tools))

@@ -252,7 +252,7 @@ def test_methods_say_under_random_schemas_what_ar_says(llm: LLM, count: int) -> 
     def check(rng: random.Random, drafted: tuple[str, Any], chat: Any) -> None:
         schema = random_schema(rng)
         assume([*satisfiable(iter([schema]), llm)])
-        common: dict[str, Any] = {"max_tokens": 80, "structured": StructuredOutput(json_schema=schema)}
+        common: dict[str, Any] = {"max_tokens": 48, "structured": StructuredOutput(json_schema=schema)}
         (method, budget), plain = drafted, SamplingParams(method="ar", **common)
         (expected,) = llm.generate([chat], plain)[0].outputs
         (found,) = llm.generate([chat], SamplingParams(method=method, tree_budget=budget, **common))[0].outputs
