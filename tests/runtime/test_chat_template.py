@@ -13,7 +13,6 @@ import pytest
 from checkpoints import make_pair
 from engine_builds import PACKAGED
 from pacing import WAIT_S
-from serving import thread_server
 
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -231,15 +230,6 @@ def test_a_prompt_without_a_template_takes_none(llm: LLM, tiny_engine: Path) -> 
     codec.tokenizer.chat_template = None
     with pytest.raises(UsageError, match="chat_template_kwargs x: the target's tokenizer has no chat template"):
         codec.encode(CHAT, {"x": 1})
-
-
-def test_served(engine: Path) -> None:
-    with thread_server(engine) as server:
-        for given, ids in CASES:
-            answer = server.chat("t5", max_tokens=4, chat_template_kwargs=given)
-            assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len(ids)
-        error = server.chat("t5", chat_template_kwargs=WRONG[0][0]).json()["error"]
-        assert error["param"] == "chat_template_kwargs" and error["message"].startswith(WRONG[0][1])
 
 
 def test_run(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

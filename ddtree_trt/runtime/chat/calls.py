@@ -23,7 +23,7 @@ _HEAD = re.compile(rf"(?:{TOOL_CALL}[ \t\r\n]*)?{_FUNCTION}([^<>\n]+)>[ \t\r\n]*
 _VALUE = re.compile(
     rf"{_PARAMETER}([^<>\n]+)>\n?(.*?)\n?(?:{END_OF_PARAMETER}[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL
 )
-_WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}  # Python's, which models write
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
@@ -236,14 +236,11 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any]:
 
 def as_json(text: str, kinds: set[str]) -> str:
     """JSON of a parameter's text: itself where it is JSON of one of the types or looks like it, else a string."""
-    value: Any = text
-    written = ""
-    if kinds != {"string"}:
-        try:
-            value = _WORDS[text] if text in _WORDS else parse_json(text)
-            written = json.dumps(value) if text in _WORDS else text.strip()
-        except Malformed:
-            pass
+    written = _WORDS.get(text, text.strip())
+    try:
+        value: Any = _DECODER.decode(written)
+    except (ValueError, RecursionError):
+        value = text
     kind = _OF_JSON[type(value)]
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         kind = "integer"
@@ -252,11 +249,3 @@ def as_json(text: str, kinds: set[str]) -> str:
     if kind == "string" or kind not in (kinds or ("object", "array")):
         return json.dumps(text, ensure_ascii=False)
     return written
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises Malformed, also for the numbers that Python adds to JSON and deep nesting."""
-    try:
-        return _DECODER.decode(text)
-    except (ValueError, RecursionError):
-        raise Malformed from None

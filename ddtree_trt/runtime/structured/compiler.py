@@ -165,8 +165,7 @@ class GrammarCompiler:
 # Constraints in the library's JSON
 
 # White space between two tokens of JSON: bounded, because a model that repeats itself would never come to an end.
-WHITESPACE = r" |\n {0,20}|\n\t{0,8}"
-DEFAULTS = {"whitespace_pattern": WHITESPACE}
+DEFAULTS: Any = {"whitespace_pattern": r" |\n {0,20}|\n\t{0,8}"}
 
 
 def _grammar_text(structured: StructuredOutput) -> str:
@@ -182,15 +181,6 @@ def _grammar_text(structured: StructuredOutput) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     schema = structured.json_schema if isinstance(structured.json_schema, str) else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(json.dumps(_with_defaults(schema)))
-
-
-def _with_defaults(schema: Any) -> dict[str, Any] | bool:
-    """A schema's JSON text as an object with our options, over which its own `x-guidance` stand."""
-    value = json.loads(schema)
-    if value is True:
-        value = {}
-    if isinstance(value, dict):
-        own = value.get("x-guidance", {})
-        value["x-guidance"] = {**DEFAULTS, **own} if isinstance(own, dict) else own
-    return value
+    if schema == "false":
+        return LLMatcher.grammar_from_json_schema(schema)
+    return LLMatcher.grammar_from_json_schema("{}" if schema == "true" else schema, defaults=DEFAULTS)
