@@ -12,16 +12,7 @@ from typing import Any
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
-from serving import (
-    LONG,
-    ThreadServer,
-    events_of,
-    hold,
-    long_chat,
-    read_all,
-    release,
-    thread_server,
-)
+from serving import LONG, ThreadServer, events_of, hold, long_chat, read_all, release, thread_server
 
 from ddtree_trt.errors import EngineError
 

@@ -9,14 +9,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, ToolFormat, XmlCalls
 from ddtree_trt.runtime.chat.constraints import constraint
 from ddtree_trt.runtime.chat.parsers import ReasoningParser, ToolParser, tool_parser_of
-from ddtree_trt.runtime.chat.reader import (
-    END_OF_THINKING,
-    THINK,
-    ChatMessage,
-    MessageReader,
-    Thinking,
-    read_message,
-)
+from ddtree_trt.runtime.chat.reader import END_OF_THINKING, THINK, ChatMessage, MessageReader, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.structured.record import StructuredOutput

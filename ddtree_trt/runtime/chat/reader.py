@@ -4,7 +4,6 @@ import re
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, Self
 
 from ddtree_trt.runtime.chat.calls import Incomplete, Malformed, ToolFormat
@@ -163,7 +162,7 @@ class MessageReader:
 
     def _until(self, marks: Collection[str], ended: bool) -> tuple[str, str]:
         """Take the text before the first mark, as far as it is certain; returns it, and the mark or an empty text."""
-        if (found := _any_of(tuple(marks)).search(self._unread)) is not None:
+        if (found := re.search("|".join(map(re.escape, marks)), self._unread)) is not None:
             return self._take(found.start()), found.group()
         sizes = range(min(len(self._unread), max(map(len, marks)) - 1), 0, -1)
         begun = next((n for n in sizes if any(m.startswith(self._unread[-n:]) for m in marks)), 0)
@@ -191,8 +190,3 @@ class MessageReader:
 def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> ChatMessage:
     reader = MessageReader(thinking, tools, parallel=parallel)
     return ChatMessage.of(reader.push(text) + reader.end())
-
-
-@cache
-def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, marks)))

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from ddtree_trt.runtime.chat import calls
 from ddtree_trt.runtime.chat import reader as reader_module
 from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, ToolFormat, XmlCalls
-from ddtree_trt.runtime.chat.reader import (
-    ChatMessage,
-    Event,
-    MessageReader,
-    Text,
-    Thinking,
-    ToolCall,
-    read_message,
-)
+from ddtree_trt.runtime.chat.reader import ChatMessage, Event, MessageReader, Text, Thinking, ToolCall, read_message
 
 SCHEMAS = {
     "f": {
