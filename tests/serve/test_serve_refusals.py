@@ -48,7 +48,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     chat({"messages": [{"role": "user"}]}, "messages", "a role and a content, both text: message 0 is"),
     said({"role": "wizard"}, ".role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
     said({"content": 5}, ".content", "a text, not 5"),
-    said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not 'image_url'"),
+    said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not {'image_url'"),
     chat({"messages": [{**USER["messages"][0], "name": "bob"}]}, "messages", "no place for the name of a message"),
     chat({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls[0] of message 0 must be"),
     # Names, and what clients send beside the sampling parameters
@@ -78,7 +78,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {}, "prompt", "Missing required parameter: 'prompt'"),
     prompt({"prompt": ""}, "prompt", "has no tokens"),
     prompt({"prompt": 5}, "prompt", "a list of token ids"),
-    prompt({"prompt": ["a", [1]]}, "prompt", "all texts or all lists"),
+    prompt({"prompt": ["a", [1]]}, "prompt", "a list of texts or of such lists"),
     prompt({"prompt": [999_999]}, "prompt", "outside the vocabulary"),
     prompt({"prompt": ["x"] * 2049}, "prompt", "at most 2048 prompts in one request, not 2049"),
     prompt({"prompt": ["x"] * 265}, "prompt", "265 completions in one request; at most 264"),

@@ -22,13 +22,7 @@ from ddtree_trt.runtime.params import PARAMETERS, Endpoint
 from ddtree_trt.runtime.structured.record import ALIASES
 from ddtree_trt.serve.errors import ApiError, cut, invalid
 
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKENS = 64
-MAX_BIASES = 300
-MAX_METADATA = 16
 MAX_PROMPTS = 2048
-
 UNKNOWN = "unknown_parameter"  # pydantic's error type of a field that a model does not have; its context has the name
 
 
@@ -37,13 +31,13 @@ def _content(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f"a part must be {{'type': 'text', 'text': ...}}, not {shown(found)}; this server takes text"
-            )
-        if (extra := next((name for name in part if name not in ("type", "text")), None)) is not None:
-            raise ValueError(f"a text part has no {shown(extra)}")
+        match part:
+            case {"type": "text", "text": str(), **rest} if not rest:
+                pass
+            case _:
+                raise ValueError(
+                    f"a part must be {{'type': 'text', 'text': ...}}, not {shown(part)}; this server takes text"
+                )
     return "".join(part["text"] for part in value)
 
 
@@ -52,17 +46,13 @@ def _prompts(value: Any) -> Any:
     prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            continue
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise ValueError("must be a text, a list of token ids, or a list of either")
-    if not all(isinstance(prompt, type(prompts[0])) for prompt in prompts):
-        raise ValueError("must be all texts or all lists of token ids")
+    texts = all(isinstance(prompt, str) for prompt in prompts)
+    if not texts and not all(isinstance(p, list) and all(type(token) is int for token in p) for p in prompts):
+        raise ValueError("must be a text, a list of token ids, or a list of texts or of such lists")
     return prompts
 
 
-def _at_most(count: int, characters: int = MAX_STOP_CHARACTERS) -> BeforeValidator:
+def _at_most(count: int, characters: int = 256) -> BeforeValidator:
     """Limits a list before its entries are checked. Every stop string is compared with the text at every token."""
 
     def check(value: Any) -> Any:
@@ -111,7 +101,7 @@ class _GenerationRequest(_Strict):
 
     # The client's bookkeeping, which changes no answer.
     user: str | None = None
-    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
+    metadata: Annotated[dict[str, str] | None, _at_most(16)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
@@ -133,7 +123,7 @@ class _GenerationRequest(_Strict):
         return {name: value for name, value in given.items() if value is not None}
 
 
-_LIMITS = {"stop": _at_most(MAX_STOPS), "stop_token_ids": _at_most(MAX_STOP_TOKENS), "logit_bias": _at_most(MAX_BIASES)}
+_LIMITS = {"stop": _at_most(16), "stop_token_ids": _at_most(64), "logit_bias": _at_most(300)}
 _Body = TypeVar("_Body", bound=_GenerationRequest)
 
 
