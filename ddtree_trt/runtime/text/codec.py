@@ -48,7 +48,7 @@ class TextCodec:
 
     def use_template(self, template: str) -> None:
         """Have another chat template, which `check_template` takes."""
-        for name in ("template_text", "takes_tools", "_takes_names", "_template_variables"):
+        for name in ("template_text", "_template_variables"):
             self.__dict__.pop(name, None)
         self.tokenizer.chat_template = template
 
@@ -95,7 +95,8 @@ class TextCodec:
             raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
         if template is None:
             raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
-        if any("name" in message and message["role"] != "tool" for message in prepared) and not self._takes_names:
+        named = any("name" in message and message["role"] != "tool" for message in prepared)
+        if named and not _NAME_OF_MESSAGE.search(self.template_text):
             raise UsageError("this engine's chat template has no place for the name of a message; leave it out")
         variables = {**self.tokenizer.special_tokens_map, **self._template_args, **given}
         if tools:
@@ -117,22 +118,12 @@ class TextCodec:
         except ValueError:
             return ""
 
-    @cached_property
-    def takes_tools(self) -> bool:
-        """Whether there is a chat template that reads the tools of a chat."""
-        template = self.tokenizer.chat_template
-        if isinstance(template, dict) and "tool_use" in template:
-            return True
-        return "tools" in (self._template_variables or ())
-
     def check_takes_tools(self) -> None:
         """Raises UsageError where no chat template reads the tools of a chat."""
-        if not self.takes_tools:
+        template = self.tokenizer.chat_template
+        one_for_tools = isinstance(template, dict) and "tool_use" in template
+        if not one_for_tools and "tools" not in (self._template_variables or ()):
             raise UsageError("tools: this engine's chat template has no place for them; leave them out")
-
-    @cached_property
-    def _takes_names(self) -> bool:
-        return _NAME_OF_MESSAGE.search(self.template_text) is not None
 
     def check_template_kwargs(self, given: Mapping[str, Any] | None, given_as: str = KEYWORD) -> Mapping[str, Any]:
         """A request's variables of the template. Raises UsageError for one that it never reads or that is taken."""

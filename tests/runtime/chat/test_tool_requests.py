@@ -125,7 +125,8 @@ def test_engines_that_cannot_call() -> None:
     with pytest.raises(UsageError, match="tools are for chat messages"):
         codec_of(QWEN3).encode("x", tools=[tool()])
     several = codec_of({"default": "{{ messages[0].content }}", "tool_use": QWEN3})
-    assert several.takes_tools and ChatFormat(several).tool_parser == "hermes"
+    several.check_takes_tools()
+    assert ChatFormat(several).tool_parser == "hermes"
 
 
 def test_whether_an_answer_begins_with_reasoning() -> None:
