@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
@@ -19,25 +18,13 @@ from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.terminal import printing as terminal
 
 
-class RunCommand(TyperCommand):
-    """The command `run`; `--example` without a number is the first."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
-        numbered = [
-            "--example=1" if word == "--example" and not following[place].lstrip("-").isdecimal() else word
-            for place, word in enumerate(args)
-        ]
-        return super().parse_args(ctx, numbered)
-
-
 @with_options()
 def run(
     engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     example: Annotated[
-        int | None, typer.Option(metavar="[N]", help="Answer an example that the engine ships: the first, or number N.")
+        int | None, typer.Option(metavar="N", help="Answer this one of the examples that the engine ships.")
     ] = None,
     list_examples: Annotated[bool, typer.Option("--list-examples", help="Show the engine's examples.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,

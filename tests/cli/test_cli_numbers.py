@@ -33,7 +33,7 @@ MORE = {
     **{"check --limit": ("0",), "check --max-tokens": ("0", "5000"), "export-triton --instances": ("0",)},
     "bench --budgets": ("-1", "0", str(10**30), "x", "4,0", "1.5"),
     "export-triton --gpus": ("-1", str(10**30), "x", "0,0"),
-    "run --example": ("0", "9"),
+    "run --example": ("0", "9", "x"),
     "run --max-tokens": ("0", "100000", "-1", "1.5"),
     "run --temperature": ("-1", "101", "nan", "inf"),
     "run --top-p": ("0", "2", "nan"),

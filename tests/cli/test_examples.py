@@ -45,20 +45,20 @@ def test_they_are_listed_and_answered(cli: Cli, tiny_engine: Path, examples: Exa
     assert (code, err) == (0, "")
     for number, prompt in enumerate(examples.prompts, 1):
         assert f"{number}  {prompt}".replace("\n", "\n   ") in listed
-    first = cli("run", tiny_engine, "--example")
+    first = cli("run", tiny_engine, "--example", "1")
     assert first[1].splitlines()[-2] == "Answer: 91" and first[2] == f"> {examples.prompts[0]}\n"
     for arguments in (("--example", "2"), ("--example=2", "--max-tokens", "64")):
         code, out, err = cli("run", tiny_engine, *arguments)
         assert (code, err) == (0, f"> {examples.prompts[1]}\n") and "Answer: 192" in out
-    asked = json.loads(cli("run", "--example", "--json", tiny_engine)[1])
+    asked = json.loads(cli("run", "--example", "1", "--json", tiny_engine)[1])
     assert asked["outputs"][0]["text"].endswith("Answer: 91")
 
 
 def test_an_example_that_is_none(cli: Cli, tiny_engine: Path, bare_engine: Path, tmp_path: Path) -> None:
     code, out, err = cli("run", tiny_engine, "--example", "9")
     assert (code, out) == (2, "") and "--example must be from 1 to 8, not 9" in err
-    assert "one of --prompt" in cli("run", tiny_engine, "--example", "--prompt", "x")[2]
-    for wanted in ("--example", "--list-examples"):
+    assert "one of --prompt" in cli("run", tiny_engine, "--example", "1", "--prompt", "x")[2]
+    for wanted in ("--example=1", "--list-examples"):
         code, out, err = cli("run", bare_engine, wanted)
         assert (code, out) == (2, "") and "ships no examples" in err and err.count("\n") == 1
     assert "no engine at" in cli("run", tmp_path / "nowhere", "--list-examples")[2]

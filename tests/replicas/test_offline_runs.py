@@ -161,7 +161,7 @@ def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, c
     message = row["response"]["body"]["choices"][0]["message"]
     assert message["reasoning_content"] and message["content"] is None
     code, _, error = cli(*words, "-o", tmp_path / "other.jsonl", "--tool-parser", "x")
-    assert code == 2 and error.startswith("error: tool_parser must be one of auto, none, hermes, ")
+    assert code == 2 and error.startswith("error: Invalid value for '--tool-parser': ")
 
 
 def written(folder: Path, *lines: object) -> Path:
