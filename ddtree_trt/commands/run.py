@@ -11,7 +11,7 @@ from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.arguments import NewestByDefault, read_file, with_options
+from ddtree_trt.commands.arguments import NewestByDefault, with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.options import EngineOptions
@@ -22,7 +22,6 @@ from ddtree_trt.terminal import printing as terminal
 def run(
     engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     example: Annotated[
         int | None, typer.Option(metavar="N", help="Answer this one of the examples that the engine ships.")
     ] = None,
@@ -53,11 +52,11 @@ def run(
         load_manifest(directory)  # refuses what is no engine
         print_examples(required_examples(directory))
         return
-    text = _prompt(directory, prompt, prompt_file, example)
+    text = _prompt(directory, prompt, example)
     if text is None and (json or compare or show_tree):
-        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin")
-    if compare and show_tree:
-        raise UsageError("--show-tree draws one run; give it without --compare")
+        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt or stdin")
+    if compare and (show_tree or json):
+        raise UsageError("--compare prints a table of several runs; give it without --show-tree and --json")
 
     arguments = parse_arguments(chat_template_arg or ())
     for option, given in ((OPTION, arguments), ("--system", system), ("a chat", text is None)):
@@ -88,7 +87,7 @@ def run(
         if arguments:
             request = llm.codec.encode(request, arguments)
         if compare:
-            console.compare(llm, request, params, as_json=json)
+            console.compare(llm, request, params)
         elif json:
             console.print_output_json(llm.generate(request, params, use_tqdm=False)[0])
         else:
@@ -98,19 +97,18 @@ def run(
             console.hint(text, examples)
 
 
-def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:
+def _prompt(directory: Path, prompt: str | None, example: int | None) -> str | None:
     """The prompt's text, or None to chat."""
-    if sum(given is not None for given in (prompt, file, example)) > 1:
-        raise UsageError("give one of --prompt, --prompt-file and --example")
     if example is not None:
+        if prompt is not None:
+            raise UsageError("--example is a prompt; give it without --prompt")
         text = required_examples(directory).prompt(example)
         for line in text.splitlines():  # on stderr, since it is no result
             terminal.print_note(f"> {line}")
         return text
-    if file is None and (prompt is not None or sys.stdin.isatty()):
+    if prompt is not None or sys.stdin.isatty():
         return prompt
-    text = read_file("--prompt-file", file, "name a file of text") if file else sys.stdin.read()
+    text = sys.stdin.read()
     if not text.strip():
-        origin = f"--prompt-file {file}" if file else "stdin"
-        raise UsageError(f"{origin} has no prompt; write one there, or give --prompt")
+        raise UsageError("stdin has no prompt; write one there, or give --prompt")
     return text

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -116,7 +115,14 @@ def closing_line(m: RequestMetrics, ending: str = "") -> str:
 
 def print_output_json(output: RequestOutput) -> None:
     """One request as JSON: its completions, figures and usage. Raises UsageError where one ended with an error."""
-    print_json(_plain(output), indent=None)
+    plain = {
+        "request_id": output.request_id,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [asdict(o) for o in output.outputs],
+        "usage": {**asdict(output.usage), "total_tokens": output.usage.total_tokens},
+        "metrics": output.metrics.to_dict(),
+    }
+    print_json(plain, indent=None)
     _raise_error(output)
 
 
@@ -125,17 +131,7 @@ def _raise_error(output: RequestOutput) -> None:
         raise UsageError(error)
 
 
-def _plain(output: RequestOutput) -> dict[str, Any]:
-    return {
-        "request_id": output.request_id,
-        "prompt_token_ids": output.prompt_token_ids,
-        "outputs": [asdict(o) for o in output.outputs],
-        "usage": {**asdict(output.usage), "total_tokens": output.usage.total_tokens},
-        "metrics": output.metrics.to_dict(),
-    }
-
-
-def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
+def compare(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
     """Run the request by its method and the baselines in turn; print medians. Raises DDTreeError where texts differ."""
     if params.stochastic and params.seed is None:
         # With one seed every method that samples from the target draws the same tokens.
@@ -153,19 +149,15 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) 
     speeds = {m: median(o.metrics.decode_tokens_per_s or 0.0 for o in outputs[1:]) for m, outputs in runs.items()}
     tokens = {m: [o.token_ids for o in output.outputs] for m, output in firsts.items()}
     differing = [m for m in runs if tokens[m] != tokens[AR]]
-    if as_json:
-        rows = {m: {"tokens_per_s": speeds[m], **_plain(firsts[m])} for m in runs}
-        print_json({"identical": not differing, "warning": warning, "methods": rows}, indent=None)
-    else:
-        for completion in firsts[params.method].outputs:
-            print(completion.text)
-        print()
-        _print_table({m: output.metrics for m, output in firsts.items()}, speeds)
-        lengths = firsts[params.method].metrics.acceptance_lengths
-        print(f"acceptance lengths of {params.method}: {' '.join(map(str, lengths))}")
-        print(f"identical: {'no' if differing else 'yes'}")
-        if warning:
-            print(warning)
+    for completion in firsts[params.method].outputs:
+        print(completion.text)
+    print()
+    _print_table({m: output.metrics for m, output in firsts.items()}, speeds)
+    lengths = firsts[params.method].metrics.acceptance_lengths
+    print(f"acceptance lengths of {params.method}: {' '.join(map(str, lengths))}")
+    print(f"identical: {'no' if differing else 'yes'}")
+    if warning:
+        print(warning)
     if differing:
         inexact = llm.engine.inexact
         why = f"this engine is not exact: {inexact}" if inexact else "this engine is exact, so that is a fault"

@@ -57,7 +57,7 @@ def test_they_are_listed_and_answered(cli: Cli, tiny_engine: Path, examples: Exa
 def test_an_example_that_is_none(cli: Cli, tiny_engine: Path, bare_engine: Path, tmp_path: Path) -> None:
     code, out, err = cli("run", tiny_engine, "--example", "9")
     assert (code, out) == (2, "") and "--example must be from 1 to 8, not 9" in err
-    assert "one of --prompt" in cli("run", tiny_engine, "--example", "1", "--prompt", "x")[2]
+    assert "without --prompt" in cli("run", tiny_engine, "--example", "1", "--prompt", "x")[2]
     for wanted in ("--example=1", "--list-examples"):
         code, out, err = cli("run", bare_engine, wanted)
         assert (code, out) == (2, "") and "ships no examples" in err and err.count("\n") == 1

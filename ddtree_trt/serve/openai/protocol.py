@@ -22,7 +22,6 @@ from ddtree_trt.runtime.params import PARAMETERS, Endpoint
 from ddtree_trt.runtime.structured.record import ALIASES
 from ddtree_trt.serve.errors import ApiError, cut, invalid
 
-MAX_PROMPTS = 2048
 UNKNOWN = "unknown_parameter"  # pydantic's error type of a field that a model does not have; its context has the name
 
 
@@ -44,8 +43,6 @@ def _content(value: Any) -> Any:
 def _prompts(value: Any) -> Any:
     """One prompt or several, each text or token ids, as a list of prompts."""
     prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
     texts = all(isinstance(prompt, str) for prompt in prompts)
     if not texts and not all(isinstance(p, list) and all(type(token) is int for token in p) for p in prompts):
         raise ValueError("must be a text, a list of token ids, or a list of texts or of such lists")
