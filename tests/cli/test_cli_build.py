@@ -13,7 +13,6 @@ from command_line import Cli
 from pacing import WAIT_S
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.errors import install_with
@@ -53,12 +52,10 @@ def test_inspect(cli: Cli) -> None:
     assert {"target", "drafter", "target dims", "limits", "weights", "KV cache", "toolchain", "files"} <= words
     assert any(line.strip().startswith("weights.bin") for line in lines) and "tiny/target (packaged)" in out
     report = json.loads(cli("inspect", "engines/tiny", "--json")[1])
-    manifest, memory = report["manifest"], report["memory"]
-    dims, drafter, limits = manifest["target_dims"], manifest["drafter_dims"], Limits(**manifest["limits"])
-    values = sum(2 * d["num_layers"] * d["num_kv_heads"] * d["head_dim"] for d in (dims, drafter))
-    assert memory["kv_bytes_per_slot"] == 4 * values * limits.cache_rows
-    assert memory["kv_bytes_all_slots"] == limits.max_batch * memory["kv_bytes_per_slot"]
-    assert memory["weights_bytes"] > manifest["files"]["weights.bin"]["size"]  # each session packs a head of its own
+    manifest = report["manifest"]
+    assert (
+        report["memory"]["weights_bytes"] > manifest["files"]["weights.bin"]["size"]
+    )  # sessions pack heads of their own
     assert report["total_bytes"] == sum(f["size"] for f in manifest["files"].values())
     assert report["has_profile"] is True
 

@@ -1,7 +1,6 @@
 """Text, stops and limits against a plain statement on whole strings, with tokens committed in blocks of any size."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,7 @@ def settled(tokens: Sequence[int], skip: bool = True) -> str:
     return CODEC.decode(tokens, skip_special_tokens=skip).rstrip(INCOMPLETE)
 
 
-@dataclass
-class Truth:
-    text: str
-    tokens: list[int]
-    reason: str
-    stop: int | str | None
+Truth = tuple[str, list[int], str, int | str | None]  # text, tokens, why it ended, and by what
 
 
 def truth(script: Sequence[int], params: SamplingParams, eos: int) -> Truth:
@@ -73,13 +67,13 @@ def truth(script: Sequence[int], params: SamplingParams, eos: int) -> Truth:
             stop = params.stop[which]
             size = at + len(stop) if params.include_stop_str_in_output else at
             kept = [t for i, t in enumerate(said) if len(settled(said[:i], skip)) < size]
-            return Truth(now[:size], kept, "stop", stop)
+            return now[:size], kept, "stop", stop
         if ends:
             text = CODEC.decode(said if params.include_stop_str_in_output else said[:-1], skip_special_tokens=skip)
             by_eos = said[-1] == eos and not params.ignore_eos
-            return Truth(text, said, "stop", None if by_eos else said[-1])
+            return text, said, "stop", None if by_eos else said[-1]
         if len(said) == params.max_tokens:
-            return Truth(CODEC.decode(said, skip_special_tokens=skip), said, "length", None)
+            return CODEC.decode(said, skip_special_tokens=skip), said, "length", None
 
 
 def places(text: str, stop: str) -> list[int]:
@@ -140,11 +134,9 @@ def test_stops_and_limits_hold_at_any_block_boundary(
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     while len(script) < params.min_tokens or stops & set(script[: params.min_tokens]):
         script = [t for t in script if t not in stops] + [next(t for t in range(5, 99) if t not in stops)]
-    expected = truth(script, params, EOS)
     output, parts, metrics = say(script, params, accepted)
-    assert output.text == expected.text
-    assert output.token_ids == expected.tokens
-    assert (output.finish_reason, output.stop_reason) == (expected.reason, expected.stop)
+    found = output.text, output.token_ids, output.finish_reason, output.stop_reason
+    assert found == truth(script, params, EOS)
     assert params.max_tokens is not None
     assert metrics.output_tokens == len(output.token_ids) <= params.max_tokens
     assert "".join(part.text for part in parts) == output.text

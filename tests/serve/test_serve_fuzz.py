@@ -109,8 +109,7 @@ def attack(url: str, send: Send, seeds: range, report: Report) -> None:
         httpx.Client(base_url=url, timeout=WAIT_S) as client,
         concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool,
     ):
-        for future in [pool.submit(send, client, seed, report) for seed in seeds]:
-            future.result()
+        list(pool.map(lambda seed: send(client, seed, report), seeds))
 
 
 @pytest.fixture(scope="module")
