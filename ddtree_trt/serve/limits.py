@@ -150,13 +150,13 @@ def _timed_out(seconds: float) -> ApiError:
 
 
 class _Answer:
-    """Sends an answer, and records its progress. `scope["state"]["streams"]` says whether it is a stream of events."""
+    """Sends an answer, and records its progress."""
 
     def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
-        self._state = scope.setdefault("state", {})
         self._scope = scope
         self._send = send
         self._metrics = metrics
+        self._streams = False  # whether it is a stream of events
         self.started = False
         self.complete = False
 
@@ -164,7 +164,7 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.started = True
             content_type = dict(message["headers"]).get(b"content-type", b"")
-            self._state["streams"] = content_type.startswith(b"text/event-stream")
+            self._streams = content_type.startswith(b"text/event-stream")
             if message["status"] >= 400:
                 self._metrics.refused(message["status"])
         await self._send(message)
@@ -175,7 +175,7 @@ class _Answer:
         """Send the error, as the answer or as a stream's last event. No [DONE] follows it."""
         if not self.started:
             await error.response()(self._scope, _nothing, self.send)
-        elif self._state["streams"] and not self.complete:
+        elif self._streams and not self.complete:
             body = event(error.body()).encode()
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -30,8 +30,7 @@ from ddtree_trt.worker_process import limit
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
 _OTHER_FILES = 80  # of the engine, the listener, other processes, and connections beyond those of the requests
 _FLUSH_S = 2  # timeout for connections to send their buffers
-_END_S = 4.5  # from the end of the drain timeout to when the process is ended, whatever it is doing
-_END_NOW_S = 4.5  # from a second signal to the same
+_END_S = 4.5  # from the drain timeout's end, or a second signal, to when the process is ended whatever it is doing
 
 
 def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
@@ -158,7 +157,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's signal handler. If the process is still there when its time is up, it is ended by a thread that
         needs neither the event loop nor the interpreter, with exit code 1, and says what each thread was doing."""
-        allowed_s = self._drain_timeout_s + _END_S if self._end_s is None else _END_NOW_S
+        allowed_s = _END_S + (self._drain_timeout_s if self._end_s is None else 0)
         self._end_s = min(self._end_s or math.inf, time.monotonic() + allowed_s)
         faulthandler.dump_traceback_later(max(self._end_s - time.monotonic(), 0.01), exit=True)
         self.drain()

@@ -129,7 +129,7 @@ def test_a_server_that_does_not_come_back_ends_when_its_time_is_up(
 ) -> None:
     begun = tmp_path / "begun"
     code = f"{STUCK[stuck]}\nimport pathlib, time\nfrom ddtree_trt.serve import server\n"
-    code += "server._END_S = server._END_NOW_S = 1\n"
+    code += "server._END_S = 1\n"
     code += f"setattr(Held, name, lambda *_: (pathlib.Path({str(begun)!r}).touch(), time.sleep(36000)))"
     drain = "0.5" if signals == 1 else "36000"
     with (
