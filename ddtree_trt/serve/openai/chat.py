@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.reader import Event, MessageReader, Text, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
@@ -21,7 +21,9 @@ from ddtree_trt.serve.service import Service
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     service.check(body)
     given = body.sampling()
-    names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:  # OpenAI's newer name, over the older one
+        given["max_tokens"], names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if "logprobs" in given and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if body.logprobs:
@@ -47,18 +49,6 @@ def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, 
         path = re.match(r"[\w.\[\]]+", str(error))  # our texts begin with it
         raise invalid(str(error), path and path.group()) from error
     return use
-
-
-def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
-    """Set `max_tokens` of `given` from either field; returns the name of the field that was given."""
-    newer, older = body.max_completion_tokens, given.get("max_tokens")
-    if newer is None:
-        return "max_tokens"
-    if older not in (None, newer):
-        both = f"max_tokens {shown(older)} and max_completion_tokens {shown(newer)}"
-        raise invalid(f"{both} differ; give one", "max_tokens")
-    given["max_tokens"] = newer
-    return "max_completion_tokens"
 
 
 class ChatAnswers:
