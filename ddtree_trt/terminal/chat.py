@@ -35,7 +35,7 @@ class Chat:
         """Raises UsageError for params that the engine cannot honour."""
         self._llm = llm
         self._template_kwargs = chat_template_kwargs
-        self._hints = examples  # None once a hint was given
+        self._hints = examples  # None after the first question
         self._system = system
         self._set(params)
         self._forget()
