@@ -62,8 +62,6 @@ class ServeOptions(EngineOptions):
             raise UsageError("the API key must be printable ASCII text that is not empty")
         if self.chat_template is not None:
             check_template(self.chat_template, "chat_template")
-        if self.model_name == "":
-            raise UsageError("model_name must not be empty; leave it out for the engine's own name")
 
     @property
     def origins(self) -> list[str]:
