@@ -17,7 +17,6 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.compiler import TRIAL_LIMITS, GrammarCompiler
-from ddtree_trt.runtime.structured.matcher import Preparing
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.worker_process import Limits
 
@@ -179,15 +178,8 @@ def test_one_constraint_that_fails_while_it_runs_ends_its_own_request(llm: LLM) 
 def test_a_constraint_that_compiles_for_long_delays_its_own_sequence_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, prepare = threading.Event(), GrammarCompiler.prepare
-
-    def slowly(self: GrammarCompiler, structured: StructuredOutput, ending: frozenset[int]) -> Preparing:
-        preparing = prepare(self, structured, ending)
-        make = preparing._make
-        preparing._make = lambda: go.wait() and make()  # type: ignore[assignment, return-value]
-        return preparing
-
-    monkeypatch.setattr(GrammarCompiler, "prepare", slowly)
+    go, matcher = threading.Event(), GrammarCompiler.matcher
+    monkeypatch.setattr(GrammarCompiler, "matcher", lambda *given: go.wait() and matcher(*given))
     make = llm.core.maker.make
     slow = make(PROMPT, SamplingParams(structured=StructuredOutput(regex="ab")))
     other = make(PROMPT, SamplingParams(max_tokens=30))
