@@ -74,13 +74,11 @@ class _Strict(BaseModel):
     def _refuse_unknown_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                known[name] = value
-            elif value is not None:
-                raise PydanticCustomError(UNKNOWN, "unknown", {"name": name})
-        return known
+        if (
+            name := next((n for n, v in data.items() if v is not None and n not in cls.model_fields), None)
+        ) is not None:
+            raise PydanticCustomError(UNKNOWN, "unknown", {"name": name})
+        return {name: value for name, value in data.items() if name in cls.model_fields}
 
 
 class StreamOptions(_Strict):
