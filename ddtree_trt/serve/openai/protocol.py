@@ -74,10 +74,9 @@ class _Strict(BaseModel):
     def _refuse_unknown_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if (
-            name := next((n for n, v in data.items() if v is not None and n not in cls.model_fields), None)
-        ) is not None:
-            raise PydanticCustomError(UNKNOWN, "unknown", {"name": name})
+        unknown = next((name for name, v in data.items() if v is not None and name not in cls.model_fields), None)
+        if unknown is not None:
+            raise PydanticCustomError(UNKNOWN, "unknown", {"name": unknown})
         return {name: value for name, value in data.items() if name in cls.model_fields}
 
 
