@@ -152,6 +152,4 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, name
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    if not names and Path("/proc/driver/nvidia/gpus").exists():
-        pytest.skip("this machine has a driver")
     assert [gpu.name for gpu in find_gpus()] == names
