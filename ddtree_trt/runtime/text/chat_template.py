@@ -1,4 +1,4 @@
-"""Rendering of chat templates in a separate process, with limits of time, memory and size.
+"""Rendering of chat templates in a separate process, with limits of time and memory.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and modules, but not from loops
 that never end or texts that double. There is one process for all engines of this one, started by the first rendering or
@@ -17,15 +17,13 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
 LIMITS = Limits(cpu_seconds=5.0, memory_bytes=256 << 20)
-MAX_CHARACTERS = 4 << 20
 
 
 class Renderer(WorkerProcess):
     """A process that renders chat templates, started and restarted when it is needed. Thread-safe."""
 
-    def __init__(self, limits: Limits = LIMITS, characters: int = MAX_CHARACTERS) -> None:
-        """`characters`: of a text, at most."""
-        super().__init__(f"{__name__}:rendering", limits, "chat templates cannot be rendered", characters)
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__(f"{__name__}:rendering", limits, "chat templates cannot be rendered")
 
     def start_for(self, directory: Path) -> None:
         """`start` if the tokenizer in the directory has a chat template."""
@@ -55,7 +53,7 @@ class Renderer(WorkerProcess):
         raise UsageError(f"the chat template refused the messages: {shown(answer['error'])[1:-1]}")
 
 
-def rendering(characters: int) -> Work:
+def rendering(_: None) -> Work:
     """What the process does."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -71,10 +69,7 @@ def rendering(characters: int) -> Work:
             raise
         except Exception as error:  # a template is a program and may raise anything
             return {"error": str(error)[:1000] or type(error).__name__}
-        text = rendered[0][0]
-        if len(text) > characters:
-            return {"error": f"its text has {len(text)} characters, more than the {characters} allowed"}
-        return {"text": text}
+        return {"text": rendered[0][0]}
 
     return render
 
