@@ -21,7 +21,7 @@ from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.runtime.text.chat_template import Renderer
+from ddtree_trt.runtime.text.chat_template import LIMITS, MAX_CHARACTERS, Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.worker_process import Limits
 
@@ -62,11 +62,17 @@ DOUBLED = "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x =
 BOUNDED = [
     (DOUBLED, "more than the 64 MiB allowed"),
     ("{{ 'x' * 10 ** 10 }}", "more than the 64 MiB allowed"),
+    ("{{ 'x' * 5242880 }}", "5242880 characters, more than the 4194304 allowed"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{% for %}", "Expected"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ messages.__class__.__mro__ }}", "unsafe"),
 ]
+
+
+def test_the_documents_say_the_limits_of_a_template() -> None:
+    limits = f"{LIMITS.cpu_seconds:g} s, {LIMITS.memory_bytes >> 20} MiB and {MAX_CHARACTERS >> 20} Mi characters"
+    assert limits in (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 
 
 @pytest.mark.timeout(300)

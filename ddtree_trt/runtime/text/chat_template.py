@@ -1,4 +1,4 @@
-"""Rendering of chat templates in a separate process, with limits of time and memory.
+"""Rendering of chat templates in a separate process, with limits of time, memory and size.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and modules, but not from loops
 that never end or texts that double. There is one process for all engines of this one, started by the first rendering or
@@ -17,6 +17,7 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
 LIMITS = Limits(cpu_seconds=5.0, memory_bytes=256 << 20)
+MAX_CHARACTERS = 4 << 20
 
 
 class Renderer(WorkerProcess):
@@ -69,7 +70,10 @@ def rendering(_: None) -> Work:
             raise
         except Exception as error:  # a template is a program and may raise anything
             return {"error": str(error)[:1000] or type(error).__name__}
-        return {"text": rendered[0][0]}
+        text = rendered[0][0]
+        if len(text) > MAX_CHARACTERS:
+            return {"error": f"its text has {len(text)} characters, more than the {MAX_CHARACTERS} allowed"}
+        return {"text": text}
 
     return render
 
