@@ -38,11 +38,11 @@ from workbench.options import PROMPTS, Json, Prompts, integers
 
 def heap(candidates: Candidates, nodes: int, depth: int) -> DraftTree:
     """The most probable `nodes` nodes, at most `depth` deep."""
-    return DraftTree(*candidates.best_first(nodes, max_depth=depth))
+    return candidates.best_first(nodes, max_depth=depth)
 
 
 def chain(candidates: Candidates, nodes: int, depth: int) -> DraftTree:
-    return DraftTree(*candidates.best_first(nodes, max_depth=depth, width=1))
+    return candidates.best_first(nodes, max_depth=depth, width=1)
 
 
 def eagle2(candidates: Candidates, nodes: int, depth: int, width: int = 10) -> DraftTree:

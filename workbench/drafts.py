@@ -38,7 +38,7 @@ class Text:
 
     def tree(self, place: int, nodes: int, width: int | None = None) -> DraftTree:
         """The draft behind token `place`."""
-        return DraftTree(*self.drafts[place].best_first(nodes, width=width))
+        return self.drafts[place].best_first(nodes, width=width)
 
     def path(self, place: int, tree: DraftTree) -> NDArray[np.int32]:
         """The nodes that the answer takes, root first, at most as many as it has tokens left."""

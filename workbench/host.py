@@ -39,7 +39,7 @@ from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import DraftTree, Marginals
+from ddtree_trt.runtime.tree import Marginals
 from workbench.options import bare_manifest
 
 POSITIONS = 15
@@ -133,7 +133,7 @@ class ReadyRounds:
         results = []
         for request in self._launched.popleft():
             if (key := (request.budget, request.looks)) not in self._made:
-                more = DraftTree(*self._engine.ready.candidates.best_first(2 * request.budget))
+                more = self._engine.ready.candidates.best_first(2 * request.budget)
                 tree = more.cut(request.budget)
                 choices = self._engine.choices[np.append(0, tree.depths)]
                 path = _native.walk(tree.parents, tree.token_ids, choices)

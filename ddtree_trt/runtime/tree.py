@@ -26,9 +26,6 @@ _floats, _ints = (partial(np.ascontiguousarray, dtype=each) for each in (np.floa
 
 NO_ROW = -1  # in place of a row's index, of a candidate without children
 
-# token_ids [n] int32, depths [n] int32, parents [n + 1] int32 and log_weights [n] float64 of a tree
-Nodes: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]
-
 
 class Children(NamedTuple):
     """F rows of K candidates."""
@@ -45,10 +42,10 @@ class Marginals:
     log_probs: NDArray[np.float32]  # [L, K], falling
     token_ids: NDArray[np.int32]  # [L, K]
 
-    def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
+    def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> DraftTree:
         """The `budget` most probable prefixes of at most `max_depth` tokens, each among the `width` first of its row,
         as the heap pops them. Raises ValueError for shapes that differ, a row that does not fall, NaN or +inf."""
-        return _native.build_tree(_floats(self.log_probs), _ints(self.token_ids), budget, max_depth, width)
+        return DraftTree(*_native.build_tree(_floats(self.log_probs), _ints(self.token_ids), budget, max_depth, width))
 
     def child_log_probs(self, rows: ArrayLike) -> Children:
         wanted = np.asarray(rows, np.int32)
@@ -65,10 +62,10 @@ class LinkedRows:
     token_ids: NDArray[np.int32]  # [R, K]
     next_rows: NDArray[np.int32]  # [R, K]: a later row, or NO_ROW
 
-    def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
+    def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> DraftTree:
         """As `Marginals.best_first`. Raises ValueError also for a link to the same row, one before it, or none."""
         arrays = _floats(self.log_probs), _ints(self.token_ids), _ints(self.next_rows)
-        return _native.build_linked_tree(*arrays, budget, max_depth, width)
+        return DraftTree(*_native.build_linked_tree(*arrays, budget, max_depth, width))
 
     def child_log_probs(self, rows: ArrayLike) -> Children:
         wanted = np.asarray(rows, np.int32)
@@ -89,9 +86,9 @@ class Bilinear:
     left: NDArray[np.float32]  # [L, C, r]; left[t, a] belongs to candidate a of position t − 1
     right: NDArray[np.float32]  # [L, C, r]
 
-    def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
+    def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> DraftTree:
         """As `Marginals.best_first`; the conditionals of a candidate are computed when its children are wanted."""
-        return _native.build_bilinear_tree(*self._arrays(), budget, max_depth, width)
+        return DraftTree(*_native.build_bilinear_tree(*self._arrays(), budget, max_depth, width))
 
     def child_log_probs(self, rows: ArrayLike) -> Children:
         """The rows of indices [F]. Raises ValueError for arrays that `best_first` would refuse."""
@@ -154,7 +151,7 @@ def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> Draft
     `log_probs`: float32 [L, K], each row falling, of the candidates `token_ids`, int [L, K]. Raises ValueError for
     shapes that differ, a negative budget, or NaN.
     """
-    return DraftTree(*Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)).best_first(budget))
+    return Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)).best_first(budget)
 
 
 def chain(token_ids: ArrayLike) -> DraftTree:

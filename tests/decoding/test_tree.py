@@ -125,7 +125,7 @@ def test_automatic_budgets_weigh_conditionals(form: str) -> None:
     of = forms[form]
     plan = RoundPlan([SlotInput(AutoBudget(make_budgets(make_profile(draft_s=0.2), 32, 4)), 0, 99)])
     (ceiling,) = plan.ceilings()
-    tree = DraftTree(*of.best_first(ceiling))
+    tree = of.best_first(ceiling)
     (nodes,), (decision,) = plan.choose([tree]), plan.decisions
     assert decision is not None and 0 < nodes <= len(tree)
     assert decision.expected_tokens == pytest.approx(1 + np.exp(tree.log_weights[:nodes]).sum(), rel=1e-9)

@@ -92,9 +92,9 @@ def nodes(candidates: Candidates, tree: DraftTree) -> list[Node]:
 def assert_best(candidates: Candidates, max_depth: int | None, budgets: Iterable[int] | None = None) -> None:
     """Of these budgets, or of all from none to past the end: the first of all prefixes by (-weight, ranks)."""
     every = sorted(prefixes(candidates, 99 if max_depth is None else max_depth))
-    largest = DraftTree(*candidates.best_first(len(every) + 2, max_depth=max_depth))
+    largest = candidates.best_first(len(every) + 2, max_depth=max_depth)
     for budget in range(len(every) + 3) if budgets is None else budgets:
-        tree = DraftTree(*candidates.best_first(budget, max_depth=max_depth))
+        tree = candidates.best_first(budget, max_depth=max_depth)
         assert nodes(candidates, tree) == every[:budget]
         cut = largest.cut(budget)
         for name in ("token_ids", "depths", "parents", "log_weights"):
@@ -143,7 +143,7 @@ def test_tree_of_production_size_is_algorithm_1(length: int, width: int, budget:
     logits = -np.sort(-np.random.default_rng(budget).normal(0, 3, (length, width)), axis=1)
     log_probs = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
     candidates = Marginals(log_probs, np.tile(np.arange(width, dtype=np.int32), (length, 1)))
-    assert nodes(candidates, DraftTree(*candidates.best_first(budget))) == algorithm_1(log_probs, budget)
+    assert nodes(candidates, candidates.best_first(budget)) == algorithm_1(log_probs, budget)
 
 
 def conditional(form: Bilinear, t: int, before: int) -> np.ndarray:
@@ -170,7 +170,7 @@ def test_conditional_rows_are_their_definition(rank: int, count: int) -> None:
 def test_a_width_limits_the_children_of_every_node(width: int) -> None:
     form = bilinear(9, length=4, count=4)
     every = sorted(node for node in prefixes(form, 99) if max(node[1]) < width)
-    tree = DraftTree(*form.best_first(500, width=width))
+    tree = form.best_first(500, width=width)
     assert nodes(form, tree) == every
     if width == 1:
         assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
@@ -179,7 +179,7 @@ def test_a_width_limits_the_children_of_every_node(width: int) -> None:
 def test_impossible_candidates_never_enter() -> None:
     form = bilinear(0, length=2, count=2, rank=1)
     unary = np.array([[0, -np.inf], [-np.inf, -np.inf]], np.float32)
-    tree = DraftTree(*Bilinear(unary, form.token_ids, form.left, form.right).best_first(9))
+    tree = Bilinear(unary, form.token_ids, form.left, form.right).best_first(9)
     assert tree.token_ids.tolist() == form.token_ids[0, :1].tolist()
 
 

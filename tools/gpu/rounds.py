@@ -20,7 +20,7 @@ from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree
+from ddtree_trt.runtime.tree import EMPTY, compile_tree
 from workbench.host import TOKENIZER
 
 
@@ -55,7 +55,7 @@ class HostRounds:
                 top_k = 1 if self.dflash else self.budget
                 (draft,) = engine.draft([DraftRequest(0, bonus, top_k, self.budget)])
             with self.clock("tree_build"):
-                tree = DraftTree(*draft.candidates.best_first(self.budget, width=1 if self.dflash else None))
+                tree = draft.candidates.best_first(self.budget, width=1 if self.dflash else None)
         with self.clock("tree_compile"):
             request = VerifyRequest(0, compile_tree(bonus, tree))
         with self.clock("verify"):

@@ -38,9 +38,7 @@ class Proposal(NamedTuple):
 def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Proposal:
     """The most probable prefixes. Of a drafter by levels they are EAGLE-2's reranked tree (arXiv 2406.16858): all its
     candidates compete, and none is more probable than the one it extends."""
-    from ddtree_trt.runtime.tree import DraftTree
-
-    return Proposal(DraftTree(*draft.candidates.best_first(budget, width=width)))
+    return Proposal(draft.candidates.best_first(budget, width=width))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:

@@ -142,7 +142,7 @@ def test_each_pass_expands_the_most_probable_of_the_last_level(bonus: int, width
     rows, network = drafted(bonus, width=width, length=length)
     ranked = sorted(paths_of(rows, bonus).items(), key=lambda node: -node[1])
     for nodes in (1, 7, len(ranked)):
-        assert paths_within(DraftTree(*rows.best_first(nodes)), bonus) == {path for path, _ in ranked[:nodes]}
+        assert paths_within(rows.best_first(nodes), bonus) == {path for path, _ in ranked[:nodes]}
     expected = expanded_of(bonus, width=width, length=length)
     assert [set(paths_in(nodes)[nodes.first :]) for (nodes,) in network.expanded] == expected
 

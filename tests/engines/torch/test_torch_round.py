@@ -24,7 +24,7 @@ from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import DraftTree, token_chain
+from ddtree_trt.runtime.tree import token_chain
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_what_was_drafted_comes_with_the_result(engine: TorchEngine, prompts: li
     for result, draft in zip(one_round(engine, ask(bonus, budget=15, looks=True)), drafts, strict=True):
         assert result.drafted is not None
         tree, more, path = result.drafted
-        larger = DraftTree(*draft.candidates.best_first(32))
+        larger = draft.candidates.best_first(32)
         for found, wanted in ((tree, larger.cut(15)), (more, larger)):
             np.testing.assert_allclose(found.log_weights, wanted.log_weights, rtol=1e-5)
             assert found.depths.tolist() == wanted.depths.tolist()
