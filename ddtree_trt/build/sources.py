@@ -1,7 +1,6 @@
 """Where a checkpoint comes from, and finding it: a path, the Hugging Face hub, this package, or another one."""
 
 import importlib.util
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,7 @@ from ddtree_trt.reading import printable
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 # The same weights once more, in other layouts: in folders, and as their makers had them before Hugging Face's layout.
 _UNUSED = ["*/*", "consolidated*"]
-
-
 GGUF = ".gguf"
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # the name of a split file's part
 
 
 def is_gguf(path: Path) -> bool:
@@ -42,11 +38,8 @@ class LocalSource:
 
     @property
     def engine_name(self) -> str:
-        """The name of an engine that is given none: a GGUF file's without its ending, and without its number as a
-        part."""
-        part = PART.fullmatch(self.path.name)
-        whole = self.path.stem if is_gguf(self.path) else checkpoint_name(self.path)
-        return part["stem"] if part and is_gguf(self.path) else whole
+        """The name of an engine that is given none: a GGUF file's without its ending."""
+        return self.path.stem if is_gguf(self.path) else checkpoint_name(self.path)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ import pytest
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.backends.tensorrt.backend import Machine
-from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.plugins import library
 
 # Slow: a build searches for kernels.
@@ -56,10 +54,3 @@ def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[s
     assert tuple(plan.get_tensor_shape(names.EMBEDDING)) == (dims.vocab_size, dims.hidden_size)
     cache = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
     assert tuple(plan.get_tensor_shape("past_key.0")) == tuple(plan.get_tensor_shape("present_key.0")) == cache
-
-
-def test_a_second_build_starts_from_the_timing_cache(built: Path, manifest: Manifest, machine: Machine) -> None:
-    timings = built.parent / f"tensorrt-{machine.trt.__version__}-sm{machine.gpu.sm}.timing"
-    assert timings.stat().st_size > 0
-    compile_engine(BuildRequest(target="tiny", backend="tensorrt", output=built.parent / "again"))
-    verify_files(built.parent / "again", load_manifest(built.parent / "again"))

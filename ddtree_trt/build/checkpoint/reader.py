@@ -173,19 +173,19 @@ def _open_directory(directory: Path) -> dict[str, Any]:
 
 def _open_gguf(path: Path) -> dict[str, Any]:
     """The same of a GGUF file."""
-    files = open_gguf(path)
-    config = read_gguf_config(files)
+    file = open_gguf(path)
+    config = read_gguf_config(file)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    stored = stored_tensors(files, shapes, config.dims)
+    stored = stored_tensors(file, shapes, config.dims)
     expected = {name: shape for some in stored.values() for name, shape in some.items()}
-    _check_tensors(path, "metadata", files.tensors, expected, {DIVISORS, *unused_tensors(files, config.dims)})
+    _check_tensors(path, "metadata", file.tensors, expected, {DIVISORS, *unused_tensors(file, config.dims)})
     return {
         "config": config,
-        "files": files.paths,
-        "tensors": {name: files.tensors[next(iter(stored[name]))] for name in shapes},
+        "files": (path,),
+        "tensors": {name: file.tensors[next(iter(stored[name]))] for name in shapes},
         "shapes": shapes,
         "quantizers": {},
-        "_read": lambda name: read_tensor(files, stored[name], shapes[name], config.dims),
+        "_read": lambda name: read_tensor(file, stored[name], shapes[name], config.dims),
     }
 
 

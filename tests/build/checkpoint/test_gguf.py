@@ -122,19 +122,6 @@ def test_gates_and_ups_of_experts_in_one_tensor(tmp_path: Path) -> None:
     assert_same_values(read, load_checkpoint(directory))
 
 
-def test_a_split_file(tmp_path: Path) -> None:
-    directory = make_target(tmp_path / "target", tied=False)
-    plain = load_checkpoint(directory)
-    first = make_gguf(directory, tmp_path / "model.gguf", split=10)
-    assert first.name == "model-00001-of-00004.gguf"
-    read = load_checkpoint(first)
-    assert len(read.files) == 4
-    assert_same_values(read, plain)
-    assert read.identify().sha256 == hashlib.sha256(b"".join(p.read_bytes() for p in read.files)).hexdigest()
-    assert BuildRequest(checkpoint=first).name == "model"
-    assert BuildRequest(checkpoint=tmp_path / "some.Q4_1.gguf").name == "some.Q4_1"
-
-
 def build(target: Path, drafter: Path, engine: Path, **options: Any) -> Manifest:
     return compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=engine, **options))
 
@@ -394,6 +381,7 @@ def test_types_that_cannot_be_converted(target: Path, tmp_path: Path) -> None:
     [
         ({"general.architecture": "gemma3"}, "'general.architecture' is 'gemma3', only dense Qwen3"),
         ({"qwen3.block_count": None}, "it has no qwen3.block_count"),
+        ({"split.count": 2}, "is one of 2 parts, which are not read; join them with llama.cpp's: llama-gguf-split --m"),
         ({"qwen3.block_count": 4}, "lacks blk.3."),
         ({"qwen3.attention.key_length": 8}, "attention.value_length' is 16, which is not implemented; only 8 is"),
         ({"qwen3.vocab_size": 100}, "'qwen3.vocab_size' is 100, but token_embd.weight has 96 rows"),
@@ -423,22 +411,6 @@ def test_what_a_file_may_leave_out(family: Any, tmp_path: Path) -> None:
     without = {f"{family.model_type}.{name}": None for name in names}
     file = make_gguf(target, tmp_path / "m.gguf", metadata=without)
     assert load_checkpoint(file).dims == load_checkpoint(target).dims
-
-
-def test_parts_of_a_split_file(target: Path, tmp_path: Path) -> None:
-    first = make_gguf(target, tmp_path / "m.gguf", split=12)
-    second, third = (tmp_path / f"m-0000{i}-of-00003.gguf" for i in (2, 3))
-    parts = "is one of 3 parts, which must lie beside each other; "
-    assert f"{parts}give the first, {first.name}" in refusal(second)
-    data = second.read_bytes()
-    second.unlink()
-    assert f"{parts}fetch {second.name} too" in refusal(first)
-    second.write_bytes(third.read_bytes())
-    assert "is in an earlier part too" in refusal(first)
-    second.write_bytes(data[: len(data) // 2])
-    assert f"{second.name}: " in refusal(first) and "cut short" in refusal(first)
-    renamed = first.rename(tmp_path / "renamed.gguf")
-    assert f"{parts}give the first, NAME-00001-of-00003.gguf" in refusal(renamed)
 
 
 def test_without_the_gguf_package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,6 @@ def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
     assert manifest.toolchain["tensorrt-rtx"] == import_tensorrt(rtx=True).__version__
     assert manifest.toolchain["gpus"] == "sm80 sm86 sm89 sm120 sm121", "all that have bf16"
     assert set(manifest.tensors) == {"target", "drafter", "compaction"}
-    assert sorted(p.name for p in engine.parent.iterdir()) == ["tiny"], "no timing cache"
 
     code, out, err = cli("inspect", engine)
     assert code == 0, err

@@ -72,16 +72,7 @@ def test_the_engine_directory_of_the_tiny_pair(with_plugins: Machine, tmp_path: 
     (shapes,) = (p.shapes for (p,) in with_plugins.fake.named("IBuilderConfig.add_optimization_profile")[2:])
     assert [dims[0] for dims in shapes["past_cache"]] == [1, 1, planes], "the builder tries the plugin on one plane"
     assert "--backend tensorrt --precision bf16 --output" in rebuild_command(engine, manifest)
-    timings = engine.parent / "tensorrt-11.4.0.106-sm90.timing"
-    assert sorted(engine.parent.iterdir()) == sorted([engine, timings]) and timings.read_bytes() == b"learnt timings"
-
-
-def test_the_timing_cache_of_one_build_serves_the_next(with_plugins: Machine, tmp_path: Path) -> None:
-    assert with_plugins.fake is not None
-    build(tmp_path / "a")
-    build(tmp_path / "b")
-    given = with_plugins.fake.named("IBuilderConfig.create_timing_cache")
-    assert given == [(b"",), *[(b"learnt timings",)] * 5]
+    assert list(engine.parent.iterdir()) == [engine]
 
 
 # Attention of TensorRT's own, through the real builder
@@ -242,13 +233,6 @@ def test_a_plugin_that_was_substituted(with_plugins: Machine, tmp_path: Path) ->
     assert with_plugins.fake is not None
     with_plugins.fake.substitutes = 2
     refused(tmp_path, BuildError, "the target has 6 DDTreeAttention nodes, TensorRT made 4 plugin layers")
-
-
-@pytest.mark.parametrize("state", ["of another GPU", "damaged"])
-def test_a_timing_cache_that_cannot_be_used(with_plugins: Machine, tmp_path: Path, state: Any) -> None:
-    assert with_plugins.fake is not None
-    with_plugins.fake.timing_cache = state
-    refused(tmp_path, BuildError, "refuses the timing cache", "delete the file")
 
 
 # What TensorRT refuses, in its own words

@@ -90,11 +90,7 @@ class TensorRtBuild(PlansBuild):
         (trt, gpu, cuda), attention = self.machine, self.attention(inputs.networks)
         check_values(inputs.target, gpu.name, gpu.sm)
         plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
-        # Outside of the directory that is built: later builds use it too.
-        cache = directory.parent / f"tensorrt-{trt.__version__}-sm{gpu.sm}.timing"
-        tensors = self.write_plans(
-            directory, inputs, progress, trt, attention, plugin_library=plugin_library, timing_cache=cache
-        )
+        tensors = self.write_plans(directory, inputs, progress, trt, attention, plugin_library=plugin_library)
         toolchain = {
             TENSORRT.name: str(trt.__version__),
             "cuda": cuda.runtime,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.files import write_atomically
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
@@ -112,18 +111,16 @@ class EngineBuilder:
         progress: Progress,
         *,
         plugin_library: Path | None = None,
-        timing_cache: Path | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """`trt` is the product's module and `title` its name and version. `timing_cache` is a file that later builds
-        use too; `gpus` are the kinds to compile for, none of them meaning the GPU of this machine.
+        """`trt` is the product's module and `title` its name and version; `gpus` are the kinds to compile for, none of
+        them meaning the GPU of this machine.
 
         Raises BuildError when the product does not start or does not take the plugin library.
         """
         self._trt = trt
         self._title = title
         self._progress = progress
-        self._timing_cache = timing_cache
         self._gpus = gpus
         self._log = make_log(trt)
         try:
@@ -166,8 +163,6 @@ class EngineBuilder:
         monitor.raise_stopping_error()
         if serialized is None:
             raise BuildError(f"{self._title} cannot build the {name}: {self._log.words()}")
-        if self._timing_cache is not None:
-            write_atomically(self._timing_cache, bytes(config.get_timing_cache().serialize()))
         with plan.open("xb") as file:
             file.write(serialized)
         return {"inputs": [t.name for t in inputs], "outputs": [t.name for t in outputs]}
@@ -201,10 +196,6 @@ class EngineBuilder:
                 profile.set_shape(tensor, smallest, tuned, largest)
             if config.add_optimization_profile(profile) != 0:
                 raise BuildError(f"{self._title} refuses the shapes of the {name}: {self._log.words()}")
-        if (path := self._timing_cache) is not None:
-            cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-            if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-                raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
         config.progress_monitor = monitor
         return config
 

@@ -83,7 +83,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
             for weight in expected:
                 cut = cut_of(weight, manifest.target_dims, shard)
                 tensor, shape = _read(file, weight.name, cut)
-                wanted = drafter_dtype if weight.network == "drafter" else dtype
+                wanted = drafter_dtype if weight.name.startswith(DRAFTER) else dtype
                 wanted = getattr(torch, weight.dtype) if weight.dtype else wanted
                 if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
