@@ -270,10 +270,8 @@ def parse_json(data: bytes | str, source: Source) -> Any:
 
 
 def read_record(cls: type[_T], data: Any, source: Source, path: str = "", **kinds: Any) -> _T:
-    """A frozen dataclass from a JSON object that has its fields and no others; `kinds` narrows a field's type.
-
-    `path` is where in the file it is, for messages. Raises the source's error.
-    """
+    """A frozen dataclass from a JSON object that has its fields and no others; `kinds` narrows a field's type. `path`
+    is where in the file it is, for messages. Raises the source's error."""
     if not isinstance(data, dict):
         raise source.fault(f"{path or 'it'} must be an object, found {shown(data)}")
     return cls(**read_value(_fields_of(cls, **kinds), data, source, path))
@@ -317,9 +315,6 @@ class Fields:
 
     def integer(self, name: str, within: Between, default: int = _REQUIRED) -> int:
         return self.value(name, Annotated[int, within], default)
-
-    def number(self, name: str, within: Between, default: float = _REQUIRED) -> float:
-        return self.value(name, Annotated[float, within], default)
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         return self.value(name, str, default)

@@ -45,10 +45,8 @@ class Model(NamedTuple):
 
 
 def export_pair(engine_dir: Path, *, checkpoint: str | None = None, drafter: str | None = None) -> str:
-    """The file's text. `checkpoint` and `drafter` are paths or ids of the hub.
-
-    Raises UsageError for a pair that cannot be exported, and ArtifactError for an engine that cannot be read.
-    """
+    """The file's text. `checkpoint` and `drafter` are paths or ids of the hub. Raises UsageError for a pair that cannot
+    be exported, and ArtifactError for an engine that cannot be read."""
     manifest = load_manifest(engine_dir)
     target = _find_model(manifest.target, checkpoint, "--checkpoint")
     draft = _find_model(manifest.drafter, drafter, "--drafter")

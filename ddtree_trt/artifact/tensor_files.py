@@ -45,10 +45,8 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def mapped(self) -> NDArray[Any]:
-        """The stored values [size], read when they are used. `dtype` must be in `STORED`, and `size` not 0.
-
-        Raises OSError or ValueError when the file has changed since its header was read.
-        """
+        """The stored values [size], read when they are used. `dtype` must be in `STORED`, and `size` not 0. Raises
+        OSError or ValueError when the file has changed since its header was read."""
         return np.memmap(self.file, STORED[self.dtype], mode="r", offset=self.offset, shape=(self.size,))
 
 
@@ -90,9 +88,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> byte
 
 def encode(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
     """The values in float32, float16 or bfloat16, little-endian; bfloat16 as its bits in uint16, which has a buffer.
-
-    `name` is what an error calls them. Raises BuildError when float16 cannot hold one.
-    """
+    `name` is what an error calls them. Raises BuildError when float16 cannot hold one."""
     if dtype == "bfloat16":
         return values.astype(ml_dtypes.bfloat16).view("<u2")
     with np.errstate(over="ignore"):

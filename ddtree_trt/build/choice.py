@@ -36,11 +36,9 @@ class Obstacle:
 
 
 def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted = "auto") -> Choice:
-    """TensorRT where there is a GPU for it, else TensorRT for RTX, else PyTorch, else ONNX Runtime on the CPU.
-
-    A backend that lacks anything on this machine, or that would refuse the pair or the precision, is left out. The
-    reason names the best one that was left out, and what it lacks.
-    """
+    """TensorRT where there is a GPU for it, else TensorRT for RTX, else PyTorch, else ONNX Runtime on the CPU. A
+    backend that lacks anything on this machine, or that would refuse the pair or the precision, is left out. The reason
+    names the best one that was left out, and what it lacks."""
     lacking = {b: found for b in BEST_ON_GPUS if (found := next(_obstacles(b, survey, pair, precision), None))}
     backend = next((b for b in BEST_ON_GPUS if b not in lacking), ONNXRUNTIME)
     if survey.gpu is None:
@@ -65,11 +63,9 @@ def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted =
 
 
 def backend_build(name: BackendName, options: BuilderOptions, *, dry_run: bool = False) -> BackendBuild:
-    """The named backend's part of a build. For a dry run any machine will do.
-
-    Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
-    UsageError for options that are not for it.
-    """
+    """The named backend's part of a build. For a dry run any machine will do. Raises MissingDependency where its
+    packages are not installed, BuildError where this machine cannot build it, and UsageError for options that are not
+    for it."""
     if misplaced := misplaced_option(BuilderOptions, options, name):
         flag, served = misplaced
         raise UsageError(f"{flag} is for --backend {served}, not for {name}; leave it out")

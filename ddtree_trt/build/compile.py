@@ -173,11 +173,8 @@ class Resolved:
 
 def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bool = False) -> Resolved:
     """Resolve a request; for backend `auto` by what this machine has, and `notice` is called with the reason. For a dry
-    run any machine will do.
-
-    Raises what `backend_build`, `resolve_precision` and the backend's `check` raise, UsageError for a wrong request and
-    CheckpointError for a configuration that cannot be used.
-    """
+    run any machine will do. Raises what `backend_build`, `resolve_precision` and the backend's `check` raise,
+    UsageError for a wrong request and CheckpointError for a configuration that cannot be used."""
     name, given = request.name, [request.checkpoint, request.drafter]
     preset = PRESETS.get(name) if request.target is not None else None
     if preset is None and None in given:
@@ -258,9 +255,7 @@ class DryRun:
 
 def dry_run(request: BuildRequest) -> DryRun:
     """Resolve a request as `compile_engine` would. A hub checkpoint's config.json is fetched, its weights are not.
-
-    Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
-    """
+    Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used."""
     reasons: list[str] = []
     found = resolve(request, reasons.append, dry_run=True)
     name, networks = found.backend.backend.name, (found.pair.target.dims, found.pair.drafter.dims)

@@ -115,11 +115,8 @@ def named_source(given: str | Path) -> LocalSource | HubSource:
 
 def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> Located:
     """Where a source is on this machine; of the hub's repositories the files that match `patterns` are fetched on the
-    first use. `option` takes a local copy instead.
-
-    Raises CheckpointError where it cannot be fetched, and MissingDependency where the package is not installed. Whether
-    a local path is a checkpoint is not looked at.
-    """
+    first use. `option` takes a local copy instead. Raises CheckpointError where it cannot be fetched, and
+    MissingDependency where the package is not installed. Whether a local path is a checkpoint is not looked at."""
     match source:
         case LocalSource(path):
             return Located(path, checkpoint_name(path), LOCAL)

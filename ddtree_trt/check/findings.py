@@ -39,10 +39,8 @@ class DistributionFinding:
 def place_in_distribution(
     logits: NDArray[np.float32], token: int, temperature: float, rng: np.random.Generator
 ) -> float | None:
-    """The place of `token` in softmax(logits [V] / temperature) ordered by falling probability.
-
-    Uniform on [0, 1) if the token was drawn from it; None where the best token is all but certain.
-    """
+    """The place of `token` in softmax(logits [V] / temperature) ordered by falling probability. Uniform on [0, 1) if
+    the token was drawn from it; None where the best token is all but certain."""
     x = logits.astype(np.float64)
     p = np.exp((x - x.max()) / temperature)
     p /= p.sum()

@@ -45,7 +45,7 @@ def export_trtllm(
     ] = None,
     drafter: Annotated[str | None, typer.Option(metavar="DIR|ID", help="The drafter's, likewise.")] = None,
 ) -> None:
-    """Print what TensorRT-LLM's own DFlash needs to run an engine's pair, a file for `trtllm-serve --config`."""
+    """Print a configuration that runs an engine's pair in TensorRT-LLM."""
     from ddtree_trt.trtllm_export import export_pair
 
     print(export_pair(engine_dir, checkpoint=checkpoint, drafter=drafter), end="")

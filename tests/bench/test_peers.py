@@ -77,16 +77,15 @@ def test_what_is_not_installed_is_named(tiny_engine: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def llama_cpp(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
-    """The files that it knows are in `tmp_path`."""
+def llama_cpp(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
     fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
     return fake
 
 
 def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
     peer = open_peer(f"llama-cpp={tmp_path / 'a.gguf'}", context(tiny_engine))
     (method,) = peer.methods
     answer, vocab = [3, 4], llama_cpp.dims.vocab_size
@@ -126,14 +125,6 @@ def test_the_library_gives_the_engines_tokens(tmp_path: Path, monkeypatch: pytes
 # Beside llama.cpp: what is timed, and that both do the same work
 
 
-@pytest.fixture
-def library(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
-    fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
-    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    return fake
-
-
 def test_sequences_are_timed_while_all_of_them_run() -> None:
     """The second begins at 2 s and the first ends at 5 s: 3 and 4 tokens between."""
     turn = [[1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 3.0, 4.0, 4.0, 6.0]]
@@ -151,7 +142,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *words: Any) -> Any:
 
 
 def test_the_command(
-    tiny_engine: Path, tmp_path: Path, library: FakeLlamaCpp, monkeypatch: pytest.MonkeyPatch,
+    tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
@@ -159,7 +150,7 @@ def test_the_command(
     words = "--pasts 40 --sequences 3 --turns 2 --tokens 40 --repeats 2".split()
     assert run_command(monkeypatch, tiny_engine, *words, "--json", tmp_path / "r.json") == 0
     shown = capsys.readouterr().out
-    assert "gave other tokens" not in shown and library.opened == []
+    assert "gave other tokens" not in shown and llama_cpp.opened == []
     kept = json.loads((tmp_path / "r.json").read_text())
     assert list(kept["works"]) == ["past 40", "3 sequences", "chat of 2 turns"]
     for name, work in kept["works"].items():
@@ -167,8 +158,8 @@ def test_the_command(
         assert {case: len(rates) for case, rates in work["tokens_per_s"].items()} == dict.fromkeys(
             ("llama.cpp", "ar", "auto"), 2
         )
-    assert [shape.n_seq_max for shape in library.shapes] == [1, 3, 1]
-    assert {shape.n_threads for shape in library.shapes} == {kept["environment"]["engine"]["threads"]}
-    assert library.passes[:40] == [40] + [1] * 39
+    assert [shape.n_seq_max for shape in llama_cpp.shapes] == [1, 3, 1]
+    assert {shape.n_threads for shape in llama_cpp.shapes} == {kept["environment"]["engine"]["threads"]}
+    assert llama_cpp.passes[:40] == [40] + [1] * 39
     refused = run_command(monkeypatch, tiny_engine, "--sequences", "999")
     assert re.search("--sequences 999 is more than the engine's max_batch .* build it with --max-batch 999", refused)

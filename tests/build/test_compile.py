@@ -12,15 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from checkpoints import (
-    BY_SWITCHES,
-    STOP_TOKEN,
-    TARGET_DIMS,
-    make_drafter,
-    make_pair,
-    make_target,
-    random_weights,
-)
+from checkpoints import BY_SWITCHES, STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_target, random_weights
 from safetensors.torch import load_file
 
 from ddtree_trt import __version__

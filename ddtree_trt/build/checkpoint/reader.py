@@ -127,11 +127,9 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
-    """Open a target or a drafter; no weight is read yet.
-
-    Raises CheckpointError when the path is not a checkpoint, is of an unsupported kind, or when a tensor is missing,
-    superfluous, or of another shape than its configuration says; MissingDependency where GGUF files cannot be read.
-    """
+    """Open a target or a drafter; no weight is read yet. Raises CheckpointError when the path is not a checkpoint, is
+    of an unsupported kind, or when a tensor is missing, superfluous, or of another shape than its configuration says;
+    MissingDependency where GGUF files cannot be read."""
     opened = _open_gguf(path) if is_gguf(path) else _open_directory(path)
     config: ModelConfig = opened.pop("config")
     return Checkpoint(
@@ -195,21 +193,14 @@ def _check_tensors(
     """Raises CheckpointError for a tensor that is missing or of another shape than expected, and for those neither
     expected nor known. `config` is what calls for them."""
     if missing := [name for name in expected if name not in stored]:
-        raise CheckpointError(
-            f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole checkpoint, "
-            f"and the {config} that belongs to it"
-        )
+        raise CheckpointError(f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole one")
     for name, shape in expected.items():
         if stored[name].shape != shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(stored[name].shape)}, its {config} calls for {list(shape)}; use the "
-                f"{config} that belongs to these weights"
-            )
+            problem = f"{path}: {name} has shape {list(stored[name].shape)}, its {config} calls for {list(shape)}"
+            raise CheckpointError(f"{problem}; use the {config} that belongs to these weights")
     if unused := [name for name in stored if name not in expected and name not in known]:
-        raise CheckpointError(
-            f"{path} holds {_listed(unused)}, which its {config} has no place for; is it quantised, or another "
-            "architecture?"
-        )
+        problem = f"{path} holds {_listed(unused)}, which its {config} has no place for"
+        raise CheckpointError(f"{problem}; is it quantised, or another architecture?")
 
 
 def _listed(names: list[str]) -> str:

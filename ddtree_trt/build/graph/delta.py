@@ -145,10 +145,8 @@ def advance(
     g: Graph, past: tuple[str, str], kept: str, rows: tuple[str, str], net: DeltaNet, results: tuple[str, str]
 ) -> None:
     """Advance one slot along a part of a path, from `past`, its state [1, Hv, Dk, Dv] and last inputs [1, 1, taps − 1,
-    C], into `results`, updates of the same tensors. `kept` [F, sum of `kept_widths`] are the last pass's rows.
-
-    `rows`: int32 [K], the rows taken, rising, and then −1; and int32 [1], the path's row before them, −1 for none.
-    """
+    C], into `results`, updates of the same tensors. `kept` [F, sum of `kept_widths`] are the last pass's rows. `rows`:
+    int32 [K], the rows taken, rising, and then −1; and int32 [1], the path's row before them, −1 for none."""
     (state, inputs), (taken, before), out = past, rows, results[0]
     groups = net.value_heads // net.key_heads
 

@@ -322,10 +322,8 @@ class NativeGraph(TensorRtGraph):
         return visible
 
     def _tree_visible(self) -> str:
-        """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set.
-
-        Its last operator is no reshape: with one slot, the builder failed on a mask that several attentions reshape.
-        """
+        """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set. Its last operator is no reshape:
+        with one slot, the builder failed on a mask that several attentions reshape."""
         starts = self.reshape(names.PAST_LEN, [-1, 1], "starts")
         row = self.op("Sub", [self._columns(), starts], ["column_row"])  # int32 [N, S]: of the call, in each column
         zero, largest = self.number(0, np.int32), self.number(self._words * _WORD - 1, np.int32)

@@ -57,11 +57,9 @@ class Network:
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
     def linear(self, x: str, name: str, *sources: str, out: str, gated: int = 0, fine: Fine | None = None) -> str:
-        """x [..., in] times one or several projections side by side, by their Hugging Face names.
-
-        Quantised projections are multiplied as they are stored, and one by one where no single product can replace
-        theirs (see `join_scales`).
-        """
+        """x [..., in] times one or several projections side by side, by their Hugging Face names. Quantised projections
+        are multiplied as they are stored, and one by one where no single product can replace theirs (see
+        `join_scales`)."""
         quantized = self.quantized
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]

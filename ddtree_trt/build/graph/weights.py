@@ -38,10 +38,8 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
         """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. Arrays
-        of quantised values are their bytes, each with two values of int4.
-
-        Raises OSError when the disk is full, BuildError when fp16 cannot hold a value, and whatever `make` raises.
-        """
+        of quantised values are their bytes, each with two values of int4. Raises OSError when the disk is full,
+        BuildError when fp16 cannot hold a value, and whatever `make` raises."""
         known = self._written.get(key)
         if known is None:
             array = np.asarray(make(), order="C")

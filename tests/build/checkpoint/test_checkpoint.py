@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    TARGET_DIMS,
-    edit_json,
-    make_drafter,
-    make_target,
-    random_weights,
-    refusal,
-    write_safetensors,
-)
+from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, refusal, write_safetensors
 from quantized import ALGORITHMS, projections, quantize
 from safetensors.torch import load_file, save_file
 
@@ -79,12 +71,7 @@ def test_null_kv_heads_means_one_per_query_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [
-        (None, 5, (5,)),
-        ({"eos_token_id": [7, 5, 7]}, 5, (7, 5)),
-        ({"eos_token_id": None}, [3], (3,)),
-        ({}, None, ()),
-    ],
+    [(None, 5, (5,)), ({"eos_token_id": [7, 5, 7]}, 5, (7, 5)), ({"eos_token_id": None}, [3], (3,)), ({}, None, ())],
 )
 def test_stop_tokens(tmp_path: Path, generation: Any, config: Any, expected: tuple[int, ...]) -> None:
     make_target(tmp_path, config={"eos_token_id": config})

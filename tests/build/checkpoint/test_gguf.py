@@ -381,7 +381,7 @@ def test_types_that_cannot_be_converted(target: Path, tmp_path: Path) -> None:
     [
         ({"general.architecture": "gemma3"}, "'general.architecture' is 'gemma3', only dense Qwen3"),
         ({"qwen3.block_count": None}, "it has no qwen3.block_count"),
-        ({"split.count": 2}, "is one of 2 parts, which are not read; join them with llama.cpp's: llama-gguf-split --m"),
+        ({"split.count": 2}, "is one of 2 parts, which are not read; join them with llama.cpp's llama-gguf-split"),
         ({"qwen3.block_count": 4}, "lacks blk.3."),
         ({"qwen3.attention.key_length": 8}, "attention.value_length' is 16, which is not implemented; only 8 is"),
         ({"qwen3.vocab_size": 100}, "'qwen3.vocab_size' is 100, but token_embd.weight has 96 rows"),

@@ -35,13 +35,7 @@ from ddtree_trt.models.decoder import EMBEDDING, HEAD
 from ddtree_trt.plugins import ABI, library
 
 SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
-TOOLCHAIN = {
-    "tensorrt": "11.4.0.106",
-    "cuda": "13.0",
-    "driver": "13.1",
-    "sm": "90",
-    "gpu": "NVIDIA H100 80GB HBM3",
-}
+TOOLCHAIN = {"tensorrt": "11.4.0.106", "cuda": "13.0", "driver": "13.1", "sm": "90", "gpu": "NVIDIA H100 80GB HBM3"}
 PLANS = {"target.plan", "drafter.plan", "compaction.plan"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
 
@@ -194,13 +188,6 @@ def test_the_plugins_are_loaded_into_a_real_registry(tmp_path: Path) -> None:
     assert ours == "DDTreeAttention DDTreeKVCompact"
 
 
-def test_profiles_cover_every_limit() -> None:
-    limits = Limits(max_tree_budget=40, prefill_chunk=256, max_batch=2)
-    assert tensorrt_profiles.target_sizes(limits) == {"N": (1, 1, 2), "T": (1, 41, 256), "R": (1, 41, 512)}
-    assert tensorrt_profiles.drafter_sizes(limits, 16) == {"N": (1, 1, 2), "C": (1, 8, 256), "C+block": (17, 24, 272)}
-    assert tensorrt_profiles.target_sizes(Limits(max_tree_budget=4000, prefill_chunk=64))["T"][2] == 4001
-
-
 @given(st.builds(Limits, st.integers(2, 300), max_tree_budget=st.integers(0, 4000)))
 def test_profiles_rise_and_none_is_larger_than_a_cache(limits: Limits) -> None:
     """The plugin refuses a T that could not fit."""
@@ -217,9 +204,6 @@ def mine(tmp_path: Path) -> dict[str, Any]:
     """A pair that is parsed and compiled quickly."""
     target, drafter = make_pair(tmp_path / "pair", **DIMS)
     return {"target": "mine", "checkpoint": target, "drafter": drafter}
-
-
-# Plugins, through the fake
 
 
 def test_a_library_tensorrt_does_not_take(

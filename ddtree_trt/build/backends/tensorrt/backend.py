@@ -188,14 +188,10 @@ def examine(attention: Attention) -> Machine:
     except EngineError as error:
         raise BuildError(f"{error}; is the NVIDIA driver installed and new enough?") from error
     if gpu is None:
-        raise BuildError(
-            "TensorRT compiles on the GPU it is for, and CUDA sees none; build on the machine with the GPU"
-        )
+        raise BuildError("TensorRT compiles on the GPU it is for, and CUDA sees none: build where the GPU is")
     if gpu.sm < LOWEST_SM:
-        raise BuildError(
-            f"{gpu.name} has compute capability {gpu.sm / 10}, engines need {LOWEST_SM / 10} or newer; "
-            "use --backend onnxruntime"
-        )
+        problem = f"{gpu.name} has compute capability {gpu.sm / 10}, engines need {LOWEST_SM / 10} or newer"
+        raise BuildError(f"{problem}; use --backend onnxruntime")
     if attention == "plugin":
         library.find(library.PLUGINS)
     return Machine(trt, gpu, versions)
@@ -204,10 +200,8 @@ def examine(attention: Attention) -> Machine:
 def check_release(backend: Backend, version: str) -> None:
     """Raises MissingDependency where an installed version is outside of the range whose API is the one used here."""
     if not backend.serves_release(version):
-        raise MissingDependency(
-            f"{backend.title} {version} is installed, the build needs {backend.releases_text}; "
-            f"{install_with(backend.extra)}"
-        )
+        problem = f"{backend.title} {version} is installed, the build needs {backend.releases_text}"
+        raise MissingDependency(f"{problem}; {install_with(backend.extra)}")
 
 
 def _beyond_plugin(networks: Iterable[TransformerDims]) -> str:
@@ -243,10 +237,8 @@ def sm_for_values(quantization: Quantization | None) -> int:
 def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
     """Raises UsageError for a target quantised to values that this GPU does not multiply."""
     if sm < (lowest := sm_for_values(target.quantization)):
-        raise UsageError(
-            f"{target.name} is quantised to FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has "
-            f"{sm / 10}; use the checkpoint before quantisation"
-        )
+        needed = f"FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has {sm / 10}"
+        raise UsageError(f"{target.name} is quantised to {needed}; use the checkpoint before quantisation")
 
 
 def runs_here(manifest: Manifest) -> bool:

@@ -105,19 +105,11 @@ class EngineBuilder:
     """The builder of one product for the networks of one engine directory."""
 
     def __init__(
-        self,
-        trt: Any,
-        title: str,
-        progress: Progress,
-        *,
-        plugin_library: Path | None = None,
-        gpus: Sequence[str] = (),
+        self, trt: Any, title: str, progress: Progress, *, plugin_library: Path | None = None, gpus: Sequence[str] = ()
     ) -> None:
         """`trt` is the product's module and `title` its name and version; `gpus` are the kinds to compile for, none of
-        them meaning the GPU of this machine.
-
-        Raises BuildError when the product does not start or does not take the plugin library.
-        """
+        them meaning the GPU of this machine. Raises BuildError when the product does not start or does not take the
+        plugin library."""
         self._trt = trt
         self._title = title
         self._progress = progress
@@ -140,12 +132,9 @@ class EngineBuilder:
         *,
         tf32: bool = True,
     ) -> dict[str, list[str]]:
-        """Compile `graph` into `plan` and return the names of its inputs and outputs, in order.
-
-        `finish` is called with the product's module and the parsed network, which it checks or changes. `tf32`: whether
-        products of float32 may round what they multiply to TF32. Raises BuildError with the product's reasons, and what
-        `finish` raises.
-        """
+        """Compile `graph` into `plan` and return the names of its inputs and outputs, in order. `finish` is called with
+        the product's module and the parsed network, which it checks or changes. `tf32`: whether products of float32 may
+        round what they multiply to TF32. Raises BuildError with the product's reasons, and what `finish` raises."""
         self._log.clear()
         network = self._parse(name, graph)
         finish(self._trt, network)

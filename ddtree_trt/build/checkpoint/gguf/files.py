@@ -72,7 +72,7 @@ def open_gguf(path: Path) -> GgufFile:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if (count := entries.get("split.count", 1)) != 1:
         problem = f"{path} is one of {shown(count)} parts, which are not read"
-        raise CheckpointError(f"{problem}; join them with llama.cpp's: llama-gguf-split --merge FIRST_PART FILE")
+        raise CheckpointError(f"{problem}; join them with llama.cpp's llama-gguf-split")
     return GgufFile(Fields(entries, Source(str(path), CheckpointError, _ADVICE)), tensors)
 
 

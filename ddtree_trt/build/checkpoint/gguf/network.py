@@ -212,10 +212,8 @@ def _scaling_of_divisors(file: GgufFile, dims: TransformerDims) -> RopeScaling |
         plain, scaled = (inverse_frequencies(dims.head_dim, dims.rope_theta, s) for s in (None, scaling))
         if np.allclose(divisors, plain / scaled, rtol=1e-4, atol=0):
             return scaling
-    raise file.metadata.source.fault(
-        f"{DIVISORS} scales positions in another way than Llama 3.1 does ({_LLAMA3_POSITIONS} positions, 1 to 4 "
-        "rotations), which is not implemented"
-    )
+    problem = f"{DIVISORS} scales positions in another way than Llama 3.1 does"
+    raise file.metadata.source.fault(f"{problem}, which is not implemented")
 
 
 def stored_tensors(file: GgufFile, shapes: Shapes, dims: TransformerDims) -> dict[str, Shapes]:
