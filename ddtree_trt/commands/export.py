@@ -45,7 +45,7 @@ def export_trtllm(
     ] = None,
     drafter: Annotated[str | None, typer.Option(metavar="DIR|ID", help="The drafter's, likewise.")] = None,
 ) -> None:
-    """Print a configuration that runs an engine's pair in TensorRT-LLM."""
+    """Print an engine's pair for TensorRT-LLM's own DFlash."""
     from ddtree_trt.trtllm_export import export_pair
 
     print(export_pair(engine_dir, checkpoint=checkpoint, drafter=drafter), end="")
