@@ -97,25 +97,20 @@ class Between:
 
 @dataclass(frozen=True)
 class After:
-    """A function of a value that has the type; it returns the value to keep, or raises ValueError with what it must be,
-    or UsageError with a whole sentence."""
+    """A function of a value that has the type, or of any value before that is checked. It returns the value to keep, or
+    raises ValueError with what it must be, or UsageError with a whole sentence."""
 
     function: Callable[[Any], Any]
+    before: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
+        from pydantic_core import core_schema as make
 
-        return core_schema.no_info_after_validator_function(self.function, handler(source))
+        wrap = make.no_info_before_validator_function if self.before else make.no_info_after_validator_function
+        return wrap(self.function, handler(source))
 
 
-@dataclass(frozen=True)
-class Before(After):
-    """As `After`, of a value of any type, before the type is checked."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_before_validator_function(self.function, handler(source))
+Before = functools.partial(After, before=True)
 
 
 @dataclass(frozen=True)

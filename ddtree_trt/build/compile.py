@@ -19,7 +19,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
-from ddtree_trt.build.choice import backend_build, choose_backend, resolve_precision
+from ddtree_trt.build.choice import Wanted, backend_build, choose_backend, resolve_precision
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.pair import Pair, open_pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, Preset, find_preset
@@ -36,7 +36,6 @@ from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.records import check, option
 
 BackendChoice = Literal["auto", BackendName]
-PrecisionChoice = Literal["auto", PrecisionName]
 
 
 def _limit_option(name: str, text: str, within: Between) -> Any:
@@ -60,7 +59,7 @@ class BuildRequest(BuilderOptions):
     )
     drafter: str | Path | None = option(None, "A drafter, likewise.", "PATH|ID")
     backend: BackendChoice = option("auto", "What runs the engine.", "")
-    precision: PrecisionChoice = option("auto", "What it computes in.", "")
+    precision: Wanted = option("auto", "What it computes in.", "")
     max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.", POSITIONS)
     max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.", BUDGETS)
     max_batch: int | None = _limit_option("max_batch", "Sequences at a time.", SLOTS)

@@ -21,6 +21,7 @@ from ddtree_trt.artifact.manifest import LOCAL, SCHEMA_VERSION, Limits, Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.artifact.weight_layout import DRAFTER, stored_weights
+from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.torch import backend as torch_build
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.choice import resolve_precision
@@ -191,4 +192,4 @@ def test_auto_is_bf16_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.M
         if there:
             control.touch()
         monkeypatch.setattr(torch_build, "_GPU_CONTROL", control)
-        assert resolve_precision(torch_build.TorchBuild(), "auto") == precision
+        assert resolve_precision(torch_build.TorchBuild(BuilderOptions()), "auto") == precision

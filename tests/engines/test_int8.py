@@ -21,7 +21,7 @@ from transformers.masking_utils import eager_mask
 from ddtree_trt.artifact.files import TARGET_GRAPH
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
-from ddtree_trt.build.graph.lowering_int8 import LARGEST, PARTS, quantize_channels
+from ddtree_trt.build.graph.lowering_onnxruntime import LARGEST, PARTS, quantize_channels
 from ddtree_trt.build.graph.rotation import rotate, rotation_matrix, walsh
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import UsageError

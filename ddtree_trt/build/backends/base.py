@@ -27,8 +27,7 @@ class BuilderOptions:
 
     gpus: tuple[str, ...] = option(
         (),
-        "TensorRT for RTX: a kind of GPU to compile for, as in sm89. May be repeated. Default this machine's; where it "
-        "has none, every kind that has the precision.",
+        "TensorRT for RTX: a kind of GPU to compile for, as in sm89. May be repeated. Default: every kind.",
         "smNN",
         flag="--gpu",
         only=(TENSORRT_RTX.name,),
@@ -68,7 +67,14 @@ class BackendBuild(ABC):
     every network, and no plans."""
 
     backend: Backend
-    precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
+
+    def __init__(self, options: BuilderOptions) -> None:
+        self.options = options
+
+    @property
+    def precisions(self) -> tuple[PrecisionName, ...]:
+        """Those it builds in; the first is what `auto` means."""
+        return self.backend.builds
 
     def check_machine(self) -> None:
         """Raises MissingDependency or BuildError where this machine cannot build."""

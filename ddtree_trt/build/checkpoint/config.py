@@ -101,10 +101,6 @@ def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
         raise decoder.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
     model_type = decoder.text("model_type", families.QWEN3.model_type)
     family = FAMILIES.get(model_type)
-    mixed = "moe" in model_type or any(decoder.data.get(name) for name in _EXPERT_COUNTS)
-    if mixed and (family is None or not family.experts):
-        problem = f"its mixture of experts is not supported, {titles('and')} models are"
-        raise decoder.fault("model_type", f"is {shown(model_type)}: {problem}")
     if family is None:
         known = f"only {titles('and')} models ({', '.join(map(repr, FAMILIES))}) are supported"
         raise decoder.fault("model_type", f"is {shown(model_type)}, {known}")

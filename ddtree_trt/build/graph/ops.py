@@ -1,7 +1,7 @@
 """The operator vocabulary of the graphs: the operators that all lowerings share, and those each lowers in its own way.
 
-The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, and `lowering_int8.py` with integer
-products; `lowering_tensorrt.py`, with our plugins or with TensorRT's own attention.
+The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, also with integer products;
+`lowering_tensorrt.py`, with our plugins or with TensorRT's own attention.
 """
 
 from abc import ABC, abstractmethod

@@ -12,7 +12,7 @@ from command_line import Cli
 from gguf_files import make_gguf
 from huggingface_hub import errors
 
-from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, load_manifest
+from ddtree_trt.artifact.manifest import PACKAGED, load_manifest
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
@@ -73,14 +73,6 @@ def test_a_pair_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path, cl
     assert again in rebuild_command(Path("engines/target"), manifest)
     found = PeerContext(Path(), manifest, 1, "mine/target", str(tmp_path / OTHER)).checkpoints()
     assert [path.name for path in found] == [COMMIT, OTHER]
-
-
-def test_a_local_drafter_with_a_target_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path) -> None:
-    request = BuildRequest(checkpoint="mine/target", drafter=tmp_path / OTHER, output=tmp_path / "e")
-    assert dry_run(request).name == request.name == "target"
-    manifest = compile_engine(request)
-    assert (manifest.target.revision, manifest.drafter.revision) == (COMMIT, LOCAL)
-    assert {name for name, _ in hub} == {"mine/target"}
 
 
 def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:

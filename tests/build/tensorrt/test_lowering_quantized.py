@@ -82,10 +82,7 @@ def test_prefill_and_a_tree(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 def bf16_graph(checkpoint: Checkpoint, folder: Path, floats: str = "bfloat16") -> onnx.ModelProto:
     with WeightFile(folder / "weights.bin") as sink:
-        g, tied = PluginGraph("target", sink, floats), checkpoint.tie_word_embeddings
-        graph = build_target_graph(
-            g, checkpoint.dims, checkpoint.tensor, tap_layers=(0,), limits=LIMITS, tied=tied, quantized=checkpoint
-        )
+        graph = build_target_graph(PluginGraph("target", sink, floats), checkpoint, LIMITS, (0,), quantized=True)
     (folder / "target.onnx").write_bytes(graph.SerializeToString())
     return graph
 

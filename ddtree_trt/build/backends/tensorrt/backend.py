@@ -48,29 +48,15 @@ class PlansBuild(BackendBuild):
         if not self.backend.experts and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
 
-    def write_plans(
-        self, directory: Path, inputs: Inputs, progress: Progress, trt: Any, attention: AttentionName, **options: Any
-    ) -> dict[str, dict[str, list[str]]]:
-        """Write the plans and tables with the builder of the module `trt`, which takes the options of
-        `EngineBuilder`."""
-        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
-
-        builder = EngineBuilder(trt, f"{self.backend.title} {trt.__version__}", progress, **options)
-        return write_engine(directory, inputs, attention, builder, progress)
-
 
 class TensorRtBuild(PlansBuild):
     """For NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
 
     backend = TENSORRT
-    precisions = TENSORRT.builds
-
-    def __init__(self, options: BuilderOptions) -> None:
-        self._wanted = options.attention
 
     @cached_property
     def machine(self) -> Machine:
-        return examine(self._wanted)
+        return examine(self.options.attention)
 
     def check_machine(self) -> None:
         _ = self.machine
@@ -78,19 +64,22 @@ class TensorRtBuild(PlansBuild):
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
         super().check(networks, precision)
-        if self._wanted == "plugin" and (why := _beyond_plugin(networks)):
+        if self.options.attention == "plugin" and (why := _beyond_plugin(networks)):
             raise UsageError(f"{why}; use --attention native")
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
-        if self._wanted != "auto":
-            return self._wanted
+        if self.options.attention != "auto":
+            return self.options.attention
         return "native" if _why_native(networks) else "plugin"
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
+        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
+
         (trt, gpu, cuda), attention = self.machine, self.attention(inputs.networks)
         check_values(inputs.target, gpu.name, gpu.sm)
         plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
-        tensors = self.write_plans(directory, inputs, progress, trt, attention, plugin_library=plugin_library)
+        builder = EngineBuilder(trt, f"{TENSORRT.title} {trt.__version__}", progress, plugin_library=plugin_library)
+        tensors = write_engine(directory, inputs, attention, builder, progress)
         toolchain = {
             TENSORRT.name: str(trt.__version__),
             "cuda": cuda.runtime,
@@ -102,7 +91,7 @@ class TensorRtBuild(PlansBuild):
         }
         plugin = {**plugins.IDENTITY, "sha256": sha256_file(plugin_library)} if plugin_library else None
         notes: tuple[str, ...] = ()
-        if self._wanted == "auto":
+        if self.options.attention == "auto":
             why = _why_native(inputs.networks)
             native = f"native, TensorRT's own layers; our plugin is left out: {why}"
             notes = (f"attention: {native if why else f'our plugin, {library.PLUGINS}'}",)
@@ -112,27 +101,19 @@ class TensorRtBuild(PlansBuild):
 class RtxBuild(PlansBuild):
     """For GeForce, RTX PRO and DGX Spark.
 
-    The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
-    that can run it: a plan for all of them is hardly larger than one for a single kind.
+    The engine is for the GPUs that the user names, else for every kind that can run it: a plan for all of them is
+    hardly larger than one for a single kind.
     """
 
     backend = TENSORRT_RTX
-    precisions = TENSORRT_RTX.builds  # every kind of GPU that is served has both
 
     def __init__(self, options: BuilderOptions) -> None:
-        """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
+        """Raises UsageError for GPUs that TensorRT for RTX does not serve."""
+        super().__init__(options)
         for name in options.gpus:
             if name not in KINDS:
                 known = f"must be one of {', '.join(KINDS)}, not {shown(name)}"
                 raise UsageError(f"--gpu {name} {UNSERVED[name]}" if name in UNSERVED else f"--gpu {known}")
-        here = {} if options.gpus else _kinds_here()
-        self._kinds = tuple(dict.fromkeys(name for name in options.gpus or here if name in KINDS))
-        if here and not self._kinds:
-            name, title = next(iter(here.items()))
-            raise BuildError(
-                f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name "
-                f"the GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
-            )
 
     @cached_property
     def module(self) -> Any:
@@ -148,8 +129,11 @@ class RtxBuild(PlansBuild):
         return "native"
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
-        kinds = self.kinds_for(inputs.target)
-        tensors = self.write_plans(directory, inputs, progress, self.module, "native", gpus=kinds)
+        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
+
+        kinds, title = self.kinds_for(inputs.target), f"{TENSORRT_RTX.title} {self.module.__version__}"
+        builder = EngineBuilder(self.module, title, progress, gpus=kinds)
+        tensors = write_engine(directory, inputs, "native", builder, progress)
         toolchain = {
             TENSORRT_RTX.name: self.module.__version__,
             "gpus": " ".join(kinds),
@@ -160,10 +144,11 @@ class RtxBuild(PlansBuild):
 
     def kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
         """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
-        for kind in self._kinds:
+        kinds = tuple(dict.fromkeys(self.options.gpus))
+        for kind in kinds:
             check_values(target, kind, KINDS[kind])
         lowest = sm_for_values(target.quantization)
-        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
+        return kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
 
 
 # TensorRT on this machine
@@ -243,10 +228,5 @@ def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
 
 def runs_here(manifest: Manifest) -> bool:
     """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
-    portable = BACKENDS[manifest.backend].portable
-    return not portable or any(kind in _kinds_here() for kind in manifest.toolchain["gpus"].split())
-
-
-def _kinds_here() -> dict[str, str]:
-    """Kind → title of those GPUs of this machine whose kind is known."""
-    return {f"sm{gpu.sm}": gpu.name for gpu in find_gpus() if gpu.sm is not None}
+    here = {f"sm{gpu.sm}" for gpu in find_gpus()}
+    return not BACKENDS[manifest.backend].portable or not here.isdisjoint(manifest.toolchain["gpus"].split())

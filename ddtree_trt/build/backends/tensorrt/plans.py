@@ -251,7 +251,7 @@ def write_engine(
                 graph = network.make(sink)
             path.write_bytes(graph.SerializeToString())
             shapes = profile(graph.graph.input, network.sizes)
-            finish = attention_check(attention, network.name, graph)
+            finish = partial(check_attention, name=network.name, attention=attention, graph=graph)
             tensors[network.name] = builder.build(
                 network.name, path, directory / network.plan, shapes, finish, tf32=network.tf32
             )
@@ -262,11 +262,10 @@ def write_engine(
 def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     target, drafter, limits, floats = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision].dtype
     lowering = NativeGraph if attention == "native" else PluginGraph
-    taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
     def target_graph(sink: Sink) -> ModelProto:
-        g, given = lowering("target", sink, floats), (target.dims, target.tensor)
-        return build_target_graph(g, *given, tap_layers=taps, limits=limits, tied=tied, quantized=target)
+        g = lowering("target", sink, floats)
+        return build_target_graph(g, target, limits, drafter.kind.tap_layers, quantized=True)
 
     def drafter_graph(sink: Sink) -> ModelProto:
         own = block_drafter_precision(inputs.precision) if drafter.kind.block_size else inputs.precision
@@ -287,23 +286,19 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     ]
 
 
-def attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:
-    """What is to be done with a network that was parsed from the graph, where this computes its attention."""
+def check_attention(trt: Any, network: Any, *, name: str, attention: AttentionName, graph: ModelProto) -> None:
+    """Finish a network that was parsed from the graph, where this computes its attention. Raises BuildError unless
+    there are as many plugin layers as nodes of them: TensorRT may silently replace a node whose plugin it does not find
+    by another operator of the same name."""
     if attention == "native":
-        nodes = [node.name for node in graph.graph.node if node.op_type == ATTENTION]
-        return partial(mend_attentions, name=name, attentions=nodes) if nodes else lambda trt, network: None
+        if nodes := [node.name for node in graph.graph.node if node.op_type == ATTENTION]:
+            mend_attentions(trt, network, name, nodes)
+        return
     wanted = [node.op_type for node in graph.graph.node if node.domain == plugins.NAMESPACE]
-    return partial(_check_plugins, name=name, nodes=wanted)
-
-
-def _check_plugins(trt: Any, network: Any, *, name: str, nodes: Sequence[str]) -> None:
-    """Raises BuildError unless there are as many plugin layers as `nodes`, which are of one kind: TensorRT may silently
-    replace a node whose plugin it does not find by another operator of the same name."""
-    kinds = [network.get_layer(i).type for i in range(network.num_layers)]
-    found = kinds.count(trt.LayerType.PLUGIN_V3)
-    if found != len(nodes):
+    found = [network.get_layer(i).type for i in range(network.num_layers)].count(trt.LayerType.PLUGIN_V3)
+    if found != len(wanted):
         raise BuildError(
-            f"the {name} has {len(nodes)} {nodes[0]} nodes, TensorRT made {found} plugin layers of them; "
+            f"the {name} has {len(wanted)} {wanted[0]} nodes, TensorRT made {found} plugin layers of them; "
             "is another library's operator of that name loaded?"
         )
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import TORCH
-from ddtree_trt.artifact.precisions import PRECISIONS, block_drafter_precision
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
-from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
+from ddtree_trt.build.backends.base import BackendBuild, Inputs, Written
 
 _OWN = {"int32": "I32", "float32": "F32"}  # types that are not the precision's, in a safetensors header
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
@@ -25,11 +25,10 @@ class TorchBuild(BackendBuild):
 
     backend = TORCH
 
-    def __init__(self, options: BuilderOptions | None = None, *, on_gpu: bool | None = None) -> None:
-        """`on_gpu`: whether the engine is for a machine with a GPU; None takes this machine."""
-        on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
-        known = TORCH.builds
-        self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
+    @property
+    def precisions(self) -> tuple[PrecisionName, ...]:
+        on_gpu = _GPU_CONTROL.exists()
+        return tuple(sorted(TORCH.builds, key=lambda p: on_gpu and not PRECISIONS[p].half))
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         target, drafter, precision = inputs.target, inputs.drafter, inputs.precision
