@@ -23,7 +23,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree
 from workbench import drafts
 from workbench.ablate import POLICIES, beam, chain, eagle2, heap, main, replay
-from workbench.drafts import Text, load, record
+from workbench.drafts import Text, record
 
 
 def random_bilinear(seed: int) -> Bilinear:
@@ -100,16 +100,6 @@ def test_replays_are_the_rounds_of_decoding(tiny_engine: Path, eagle_directory: 
         check_replays(session, EXPANDED, ways)
         with pytest.raises(UsageError, match="only a block drafter's marginals"):
             drafts.save(record(session, [[5, 6, 7]], 4, EXPANDED), tmp_path / "none.npz")
-
-
-def test_drafts_are_kept_in_a_file(tiny_engine: Path, tmp_path: Path) -> None:
-    """Which the judge's rule and rivals are played over."""
-    drafts.main(tiny_engine, tmp_path / "known.npz", limit=2, tokens=12)
-    (kept, _), prompt = load(tmp_path / "known.npz"), load_prompts(("tiny",), 2)[0]
-    with closing(Session(tiny_engine)) as session:
-        (known,) = record(session, [session.codec.encode(prompt.opening)], 12, drafts.TOP_K)
-    assert tuple(kept.tokens) == tuple(known.tokens) and len(kept.drafts) == len(known.drafts)
-    assert paths_of(kept.tree(3, 20)) == paths_of(known.tree(3, 20))
 
 
 def test_the_command_answers_every_question(

@@ -1,6 +1,5 @@
 """Peers: each gives the engine's own tokens where it runs here, and says what is missing where it does not."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -9,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_drafter, make_pair, make_target
+from checkpoints import make_pair
 from fake_llama_cpp import FakeLlamaCpp, greedy
-from gguf_files import make_gguf
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.measure import Request
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.families import LLAMA
 from workbench.__main__ import main as workbench_main
 from workbench.anchors import rate
 from workbench.peers import compare, open_peer
@@ -26,9 +22,6 @@ from workbench.peers.base import PeerContext
 
 GREEDY = Request(max_tokens=8, temperature=0.0, seed=3, stop_token_ids=(1,))
 NOTHING: dict[str, str | None] = {}
-has_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python (extra [peers]) is not installed"
-)
 
 
 def context(engine: Path, **changes: Any) -> PeerContext:
@@ -73,7 +66,7 @@ def test_what_is_not_installed_is_named(tiny_engine: Path, monkeypatch: pytest.M
             workbench_main()
 
 
-# llama.cpp, as its C interface is called; the library itself where it is installed.
+# llama.cpp, as its C interface is called
 
 
 @pytest.fixture
@@ -101,25 +94,6 @@ def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, 
     assert sampled[0] == sampled[2] != sampled[1]
     peer.close()
     assert llama_cpp.opened == []
-
-
-@has_llama_cpp
-def test_the_library_gives_the_engines_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random Llama target from one file, in both; and sequences that share its passes are as they are alone."""
-    monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)  # others import it over a double
-    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
-    target = make_target(tmp_path / "target", family=LLAMA, **sizes)
-    drafter = make_drafter(tmp_path / "drafter", family=LLAMA, **sizes)
-    file = make_gguf(target, tmp_path / "target.gguf", metadata={"general.file_type": 0})
-    compile_engine(BuildRequest(target="mine", checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in ([3, 7, 30], [11, 5, 90, 2], [40])))
-    settings = BenchSettings(str(tmp_path / "engine"), methods=("ar",), prompts=(str(prompts),), max_tokens=16)
-    compare(settings, [f"llama-cpp={file}"], NOTHING, tmp_path / "r.json")
-    samples = json.loads((tmp_path / "r.json").read_text())["samples"]
-    outputs = {(s["case"], s["prompt"]): s["outcome"]["token_ids"] for s in samples}
-    assert {case for case, _ in outputs} == {"ar", "dflash", "llama-cpp:F32"}
-    assert all(tokens == outputs["ar", prompt] for (_, prompt), tokens in outputs.items())
 
 
 # Beside llama.cpp: what is timed, and that both do the same work

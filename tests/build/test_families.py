@@ -14,9 +14,6 @@ from checkpoints import dims_of, edit_json, make_target, make_tokenizer, refusal
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer, open_tokenizer
-from ddtree_trt.build.pair import check_pair
-from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, QWEN3_MOE, Family
@@ -146,12 +143,3 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, 96)
     (tmp_path / "tokenizer_config.json").unlink()
     refused("has no tokenizer_config.json")
-
-
-def test_packaged_presets_load_and_fit() -> None:
-    for preset in PRESETS.values():
-        if isinstance(preset.target, PackagedSource) and isinstance(preset.drafter, PackagedSource):
-            target, drafter = load_checkpoint(preset.target.directory), load_checkpoint(preset.drafter.directory)
-            check_pair(target, drafter)
-            open_tokenizer(find_tokenizer(preset.target.directory), preset.target.directory, target.dims.vocab_size)
-            assert target.stop_token_ids

@@ -10,7 +10,7 @@ from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims, default_tap_layers
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.reading import Source, read_record
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
@@ -33,17 +33,6 @@ EACH = {"autoregressive": TARGET, "dflash": DFLASH, "eagle3": EAGLE}
 def test_a_manifest_holds_every_feature(dims: TransformerDims) -> None:
     source = Source("manifest.json", ArtifactError, "rebuild")
     assert read_record(type(dims), json.loads(json.dumps(dims.stated())), source) == dims
-
-
-def test_a_block_drafters_features() -> None:
-    """Fields of later checkpoints: absent from a manifest where they are as in the first ones."""
-    new = {"windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head", "markov_rank"}
-    assert not (DFLASH.stated().keys() & {*new, "selector", "convolution"}) and DFLASH.features() == []
-    assert "own_head" not in EAGLE.stated()
-    dims = replace(DFLASH, windows=(0, 4, 0, 0, 0, 7), anchor_first=True, selector=Selector(16, 32))
-    assert dims.features() == ["windows", "anchor_first", "selector"]
-    assert (DFLASH.draft_length, dims.draft_length, kind_of(dims).longest_draft) == (7, 8, 8)
-    assert [dims.mask(i) for i in (0, 1, 5)] == [BlockMask(), BlockMask(4), BlockMask(7)]
 
 
 def test_the_layers_an_eagle3_drafter_taps() -> None:

@@ -147,10 +147,8 @@ class PluginGraph(TensorRtGraph):
 
     def _attention(self, qkv: tuple[str, str, str], at: Attention, mode: MaskMode, mask: str, out: str) -> str:
         (query_heads, kv_heads), size = at.heads, at.head_dim
-        query, key, value = (
-            self.reshape(x, [0, 0, heads, size], f"{x}.by_head")
-            for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True)
-        )
+        query, key = (self._rotate(x, heads, at) for x, heads in zip(qkv[:2], at.heads, strict=True))
+        value = self.reshape(qkv[2], [0, 0, kv_heads, size], f"{qkv[2]}.by_head")
         attrs = {
             plugins.NUM_Q_HEADS: query_heads,
             plugins.NUM_KV_HEADS: kv_heads,
@@ -163,25 +161,16 @@ class PluginGraph(TensorRtGraph):
             "plugin_version": plugins.VERSION,
         }
         past, present = names.cache_names("past", at.layer), names.cache_names("present", at.layer)
-        inputs = [self._rotate(query, at), self._rotate(key, at), value, *past, names.SLOT_IDS, names.PAST_LEN, mask]
+        inputs = [query, key, value, *past, names.SLOT_IDS, names.PAST_LEN, mask]
         seen = f"{out}.by_head"
         self.op(plugins.ATTENTION, inputs, [seen, *present], domain=plugins.NAMESPACE, **attrs)
         return self.reshape(seen, [0, 0, query_heads * size], out)
 
-    def _rotate(self, x: str, at: Attention) -> str:
-        """Rotary embedding of x [N, T, heads, D]: the halves (a, b) of a head rotated by its position's angles."""
-        single = self._single(x)
-        half = at.head_dim // 2
-        a, b = self.split(single, [half, half], [f"{x}.a", f"{x}.b"])
-        axis = self.number([2])
-        cos, sin = (self.op("Unsqueeze", [self._angles(t), axis], [f"{t}.angles"]) for t in at.rotary)
-        rotated = [
-            self.op(
-                kind, [self.op("Mul", [p, cos], [f"{p}.cos"]), self.op("Mul", [q, sin], [f"{q}.sin"])], [f"{p}.new"]
-            )
-            for kind, p, q in (("Sub", a, b), ("Add", b, a))
-        ]
-        return self._rounded("Concat", rotated, f"{x}.rotated", axis=-1)
+    def _rotate(self, x: str, heads: int, at: Attention) -> str:
+        """Rotary embedding of x [N, T, heads · D]: [N, T, heads, D]."""
+        cos, sin = (self._angles(table) for table in at.rotary)
+        rotated = self._rounded("RotaryEmbedding", [self._single(x), cos, sin], f"{x}.rotated", num_heads=heads)
+        return self.reshape(rotated, [0, 0, heads, at.head_dim], f"{x}.by_head")
 
 
 KEY_LENGTHS = "key_lengths"  # int32 [N], computed in the graph: rows of each cache that hold keys, the call's included

@@ -88,8 +88,3 @@ def test_rows_move_as_the_kernel_moves_them(compaction: Compaction, past: int, p
 @given(st.data(), st.integers(0, LIMITS.max_seq_len), st.integers(0, LIMITS.max_batch - 1))
 def test_any_path(compaction: Compaction, data: st.DataObject, past: int, slot: int) -> None:
     check(compaction, slot, past, sorted({0, *data.draw(st.sets(st.integers(1, LIMITS.max_tree_budget)))}))
-
-
-def test_the_window_is_the_longest_chain() -> None:
-    assert window_rows(DRAFTER) == DRAFTER.block_size
-    assert window_rows(TARGET) == 17  # an autoregressive drafter's longest chain and the root
