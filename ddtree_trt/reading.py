@@ -189,9 +189,6 @@ class Source:
         return self.error(f"{self.where}: {printable(problem[:_PROBLEM_CHARACTERS])}; {self.advice}")
 
 
-# Reading
-
-
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, TypeAdapter

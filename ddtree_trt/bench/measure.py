@@ -224,16 +224,12 @@ def _run(session: Session, case: Case) -> Run:
 
 
 def measure(
-    session: Session,
-    settings: BenchSettings,
-    runs: Mapping[str, Run],
-    progress: Progress = no_progress,
-    prompts: Sequence[BenchPrompt] | None = None,
+    session: Session, settings: BenchSettings, runs: Mapping[str, Run], progress: Progress = no_progress
 ) -> BenchResult:
     """Run every case on every prompt; `runs` has the baseline. Raises UsageError for prompts that cannot be read or of
     which none fits; whatever a case raises ends the run."""
-    prompts = load_prompts(settings.prompts, settings.limit) if prompts is None else prompts
-    manifest, longest = session.manifest, session.manifest.limits.max_seq_len - settings.max_tokens
+    prompts, manifest = load_prompts(settings.prompts, settings.limit), session.manifest
+    longest = manifest.limits.max_seq_len - settings.max_tokens
     environment = describe_environment()
     samples: list[Sample] = []
     skipped: list[str] = []

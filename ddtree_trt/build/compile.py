@@ -39,11 +39,8 @@ BackendChoice = Literal["auto", BackendName]
 
 
 def _limit_option(name: str, text: str, within: Between) -> Any:
-    """The option of a limit: its default, and the presets with other values."""
-    default = getattr(Limits, name)
-    own = {p.name: getattr(p.limits, name) for p in PRESETS.values() if getattr(p.limits, name) != default}
-    text = f"{text} Default {default}{''.join(f', {n} {value}' for n, value in own.items())}."
-    return option(None, text, within=(within.lowest, within.highest))
+    default = f"Default {getattr(Limits, name)}, or the preset's."
+    return option(None, f"{text} {default}", within=(within.lowest, within.highest))
 
 
 @dataclass(frozen=True)

@@ -205,9 +205,6 @@ def test_what_is_not_as_it_was_built(tmp_path: Path, change: Callable[[Path], ob
     assert message in str(caught.value)
 
 
-# The record of files that were checked
-
-
 @pytest.fixture
 def engine(tiny_engine: Path, tmp_path: Path) -> Path:
     """An engine directory without a record. What is written later has a later time."""

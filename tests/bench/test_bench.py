@@ -88,7 +88,9 @@ def test_prompts_that_cannot_fit_are_left_out_and_named(tiny_engine: Path, tmp_p
             engine_runs(session, replace(settings, methods=("draft-model",)))
 
 
-def test_later_turns_follow_the_answers_of_ar_and_seeds_rise(tiny_engine: Path) -> None:
+def test_later_turns_follow_the_answers_of_ar_and_seeds_rise(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, list[int], Request]] = []
 
     def talker(case: str) -> Run:
@@ -103,7 +105,8 @@ def test_later_turns_follow_the_answers_of_ar_and_seeds_rise(tiny_engine: Path) 
     with closing(Session(tiny_engine)) as session:
         settings, runs = replace(SETTINGS, seed=10), {case: talker(case) for case in ("ar", "dflash")}
         prompts = [BenchPrompt("chat/0", "chat", opening, ("Second?",)), BenchPrompt("p/0", "p", [5, 6])]
-        result = measure(session, settings, runs, prompts=prompts)
+        monkeypatch.setattr("ddtree_trt.bench.measure.load_prompts", lambda *_: prompts)
+        result = measure(session, settings, runs)
         expected = [session.codec.encode(opening)] * 2 + [session.codec.encode(second)] * 2 + [[5, 6]] * 2
         stops = session.manifest.stop_token_ids
     measured = asked[2:]  # after the warm-up

@@ -146,9 +146,6 @@ def test_the_command_ends_with_the_verdict(tiny_engine: Path, monkeypatch: pytes
     assert code == 1 and json.loads(out)["passed"] is False
 
 
-# The test of uniformity
-
-
 @given(st.floats(0, 200), st.integers(1, 20).map(lambda n: 2 * n))
 def test_the_tail_of_chi_square_is_scipys(statistic: float, degrees: int) -> None:
     assert chi_square_tail(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9, abs=1e-300)

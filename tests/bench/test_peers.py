@@ -66,9 +66,6 @@ def test_what_is_not_installed_is_named(tiny_engine: Path, monkeypatch: pytest.M
             workbench_main()
 
 
-# llama.cpp, as its C interface is called
-
-
 @pytest.fixture
 def llama_cpp(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
     fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)

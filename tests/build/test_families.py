@@ -109,9 +109,6 @@ def test_another_arithmetic_is_refused(family: Family, changes: dict[str, Any], 
     assert message in refusal(make_target(tmp_path, family=family, config={**one_head, **changes}))
 
 
-# The tokenizer that belongs to a target
-
-
 def test_tokenizer_beside_the_checkpoint(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", tokenizer=False)
     with pytest.raises(CheckpointError, match="has no tokenizer"):

@@ -205,9 +205,6 @@ def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[i
     return found[0] if found else ()
 
 
-# Rotary embedding
-
-
 def _rope_scaling(fields: Fields, max_positions: int, known: Known) -> RopeScaling | None:
     """The scaling; None for plain rotary embedding. Raises the fields' error for a type or a field that is not
     implemented."""

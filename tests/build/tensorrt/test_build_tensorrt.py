@@ -40,9 +40,6 @@ PLANS = {"target.plan", "drafter.plan", "compaction.plan"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
 
 
-# Attention of our plugin, through the fake
-
-
 def test_the_engine_directory_of_the_tiny_pair(with_plugins: Machine, tmp_path: Path) -> None:
     engine, notes = tmp_path / "engines" / "tiny", list[str]()
     manifest = build(engine, notice=notes.append)
@@ -217,9 +214,6 @@ def test_a_plugin_that_was_substituted(with_plugins: Machine, tmp_path: Path) ->
     assert with_plugins.fake is not None
     with_plugins.fake.substitutes = 2
     refused(tmp_path, BuildError, "the target has 6 DDTreeAttention nodes, TensorRT made 4 plugin layers")
-
-
-# What TensorRT refuses, in its own words
 
 
 @pytest.mark.rtx

@@ -151,9 +151,6 @@ class RtxBuild(PlansBuild):
         return kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
 
 
-# TensorRT on this machine
-
-
 class Machine(NamedTuple):
     """A machine that can build: TensorRT's module, and what CUDA says."""
 
@@ -208,9 +205,6 @@ def _why_native(networks: Iterable[TransformerDims]) -> str:
     except MissingDependency as error:
         return str(error)
     return _beyond_plugin(networks)
-
-
-# What GPUs compute
 
 
 def sm_for_values(quantization: Quantization | None) -> int:
