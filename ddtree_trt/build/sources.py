@@ -48,7 +48,6 @@ class HubSource:
 
     repository: str
     revision: str | None = None  # None is the newest; the engine's manifest records which commit that was
-    typed: bool = False  # by a user, who may have meant a path
 
     @property
     def engine_name(self) -> str:
@@ -110,7 +109,7 @@ def named_source(given: str | Path) -> LocalSource | HubSource:
     match = HUB_ID.fullmatch(given) if isinstance(given, str) else None
     if match is None or path.exists() or is_gguf(path):
         return LocalSource(path)
-    return HubSource(match["repository"], match["revision"], typed=True)
+    return HubSource(match["repository"], match["revision"])
 
 
 def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> Located:
@@ -143,7 +142,6 @@ def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
     except Exception as error:  # network, proxy, disk, access: the hub's errors have no common base
         # Their texts say what to do: accept the terms of a gated repository, log in, connect, or check the name.
         reason = printable(" ".join(str(error).split()))[:600]
-        name = f"{source.repository}, which is no path here," if source.typed else source.repository
-        problem = f"cannot download {name} ({type(error).__name__}: {reason})"
+        problem = f"cannot download {source.repository}, which is no path here ({type(error).__name__}: {reason})"
         raise CheckpointError(f"{problem}; to use a local copy give {option} DIR") from error
     return Path(snapshot)

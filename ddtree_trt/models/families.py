@@ -10,15 +10,10 @@ from typing import Any
 
 # Field of `TransformerDims` → its name in every family's config.json.
 CONFIG_NAMES: Mapping[str, str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
+    **{n: n for n in "vocab_size hidden_size head_dim intermediate_size rms_norm_eps rope_theta".split()},
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
 # The same for a mixture of experts: fields of `Experts`, and one of `TransformerDims` that has another name there.

@@ -72,10 +72,9 @@ class TensorRtGraph(Graph):
         slots: int | str = limits.max_batch if self.by_slot_id else "N"
         shape = [slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim]
         layers = len(dims.attention_layers)
-        past, present = names.past_names(layers), names.present_names(layers)
-        for name in past:
+        for name in names.plane_names("past", layers):
             self.input(name, self.floats, shape)
-        for name in present:
+        for name in names.plane_names("present", layers):
             self.output(name, self.floats, shape)
 
     def head(self, x: str, table: Table, out: str) -> str:

@@ -46,8 +46,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("Qwen/Qwen3-8B", HubSource("Qwen/Qwen3-8B", None, typed=True)),
-        ("z-lab/LLaMA3.1_8B@refs/pr/7", HubSource("z-lab/LLaMA3.1_8B", "refs/pr/7", typed=True)),
+        ("Qwen/Qwen3-8B", HubSource("Qwen/Qwen3-8B", None)),
+        ("z-lab/LLaMA3.1_8B@refs/pr/7", HubSource("z-lab/LLaMA3.1_8B", "refs/pr/7")),
         (Path("Qwen/Qwen3-8B"), LocalSource(Path("Qwen/Qwen3-8B"))),
         *(
             (text, LocalSource(Path(text)))
@@ -86,7 +86,7 @@ def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)
     drafter = make_drafter(tmp_path / "drafter")
     problem = (
-        "cannot download a/b, which is no path here, (GatedRepoError: Access to a/b is restricted. Visit\\x1b its page"
+        "cannot download a/b, which is no path here (GatedRepoError: Access to a/b is restricted. Visit\\x1b its page"
     )
     advice = "to use a local copy give --checkpoint DIR"
     assert_refused(cli("build", "--checkpoint", "a/b@v9", "--drafter", drafter), 1, problem, advice)

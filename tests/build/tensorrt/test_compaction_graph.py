@@ -43,7 +43,7 @@ class Compaction:
         for *_, start, keep in windows(past, np.array(path, np.int32), WINDOW, LIMITS.cache_rows):
             feed: dict[str, Any] = {names.PAST_LEN: np.array([start], np.int32)}
             if self.native:
-                pasts, presents = (f(TARGET.num_layers) for f in (names.past_names, names.present_names))
+                pasts, presents = (names.plane_names(part, TARGET.num_layers) for part in ("past", "present"))
                 feed |= {names.KEEP: keep, **dict(zip(pasts, self.cache[:, slot : slot + 1], strict=True))}
                 self.cache[:, slot] = np.concatenate(self.session.run(presents, feed))
             else:
