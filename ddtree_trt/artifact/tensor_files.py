@@ -50,6 +50,9 @@ class StoredTensor:
         return np.memmap(self.file, STORED[self.dtype], mode="r", offset=self.offset, shape=(self.size,))
 
 
+Stored = Mapping[str, StoredTensor]  # by the tensor's name
+
+
 def read_tensors(file: Path, source: Source) -> dict[str, StoredTensor]:
     """Tensor name → its place in a safetensors file. Raises the source's error for a file that is none, is cut short,
     or cannot be read."""
@@ -94,7 +97,6 @@ def encode(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
     with np.errstate(over="ignore"):
         stored = values.astype({"float32": "<f4", "float16": "<f2"}[dtype], copy=False)
     if dtype == "float16" and not np.isfinite(stored).all():
-        raise BuildError(
-            f"{name} has weights up to {float(np.abs(values).max()):g}, which fp16 cannot hold; use --precision bf16"
-        )
+        largest = float(np.abs(values).max())
+        raise BuildError(f"{name} has weights up to {largest:g}, which fp16 cannot hold; use --precision bf16")
     return stored

@@ -230,6 +230,7 @@ def measure(
     which none fits; whatever a case raises ends the run."""
     prompts, manifest = load_prompts(settings.prompts, settings.limit), session.manifest
     longest = manifest.limits.max_seq_len - settings.max_tokens
+    plain = Request(settings.max_tokens, settings.temperature, 0, manifest.stop_token_ids)
     environment = describe_environment()
     samples: list[Sample] = []
     skipped: list[str] = []
@@ -244,15 +245,11 @@ def measure(
                 skipped.append(name)
                 break
             if not samples:  # kernels are chosen, memory is touched, code is compiled
-                short = Request(
-                    min(WARMUP_TOKENS, settings.max_tokens), settings.temperature, 0, manifest.stop_token_ids
-                )
                 for _, run in cases:
-                    run(ids, short)
+                    run(ids, replace(plain, max_tokens=min(WARMUP_TOKENS, settings.max_tokens)))
             answer = ""
             for repeat in range(settings.repeats):
-                seed = settings.seed + number * settings.repeats + repeat
-                request = Request(settings.max_tokens, settings.temperature, seed, manifest.stop_token_ids)
+                request = replace(plain, seed=settings.seed + number * settings.repeats + repeat)
                 first, turns = turns % len(cases), turns + 1
                 for order, (case, run) in enumerate(cases[first:] + cases[:first]):
                     time.sleep(PAUSE_S)

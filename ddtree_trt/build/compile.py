@@ -79,9 +79,7 @@ class BuildRequest(BuilderOptions):
         if name is None:
             raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
         if not re.fullmatch(artifact.NAME.expression, name):
-            raise UsageError(
-                f"{shown(name)} cannot name an engine; use letters, digits, '.', '_' and '-' in --target, 200 at most"
-            )
+            raise UsageError(f"{shown(name)} cannot name an engine; use letters, digits, '.', '_' and '-' in --target")
         return name
 
     @property

@@ -135,7 +135,6 @@ def test_weight_file(tmp_path: Path) -> None:
         tensors = {name: sink.add(name, partial(np.array, array)) for name, array in arrays.items()}
         again = sink.add("matrix", lambda: pytest.fail("it was made again"))
         assert again == tensors["matrix"] and again is not tensors["matrix"]
-        assert sink.size == sum(a.nbytes for a in arrays.values())
         with pytest.raises(BuildError, match=r"big has weights up to 70000, which fp16 cannot hold; use .* bf16"):
             sink.add("big", lambda: np.array([7e4], np.float32), "float16")
     for name, tensor in tensors.items():

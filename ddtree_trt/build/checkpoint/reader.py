@@ -6,7 +6,7 @@ a wrong or half-copied checkpoint is refused by name before any work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.tensor_files import StoredTensor
+from ddtree_trt.artifact.tensor_files import Stored, StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.network import (
@@ -187,9 +187,7 @@ def _open_gguf(path: Path) -> dict[str, Any]:
     }
 
 
-def _check_tensors(
-    path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes, known: Collection[str]
-) -> None:
+def _check_tensors(path: Path, config: str, stored: Stored, expected: Shapes, known: Collection[str]) -> None:
     """Raises CheckpointError for a tensor that is missing or of another shape than expected, and for those neither
     expected nor known. `config` is what calls for them."""
     if missing := [name for name in expected if name not in stored]:

@@ -1,6 +1,6 @@
 """Scales of quantised projections: finding and checking them, and dequantisation. `quantization` has the layouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.tensor_files import StoredTensor
+from ddtree_trt.artifact.tensor_files import Stored, StoredTensor
 from ddtree_trt.build.checkpoint.quantization import FORMATS, MODELOPT_CONFIG, Quantization, Values
 from ddtree_trt.build.checkpoint.tensorfile import check_dtype, read_float32
 from ddtree_trt.errors import CheckpointError
@@ -49,7 +49,7 @@ def scale_name(weight: str, kind: str) -> str:
 
 
 def find_scales(
-    directory: Path, quantization: Quantization | None, stored: Mapping[str, StoredTensor], expected: Shapes
+    directory: Path, quantization: Quantization | None, stored: Stored, expected: Shapes
 ) -> dict[str, StoredTensor]:
     """The scales of every quantised weight by name. `expected` are the shapes of the weights before quantisation.
     Raises CheckpointError where one is missing or of the wrong shape, and for a weight that may not be quantised."""
@@ -76,7 +76,7 @@ def find_scales(
 
 
 def _scale_shapes(
-    directory: Path, weight: str, shape: tuple[int, ...], quantization: Quantization, stored: Mapping[str, StoredTensor]
+    directory: Path, weight: str, shape: tuple[int, ...], quantization: Quantization, stored: Stored
 ) -> Shapes:
     """Shapes by name of the scales that a weight [out, in] must have; () is one number. Raises CheckpointError for a
     weight that its algorithm cannot store."""
@@ -99,9 +99,7 @@ def _scale_shapes(
     return shapes
 
 
-def read_scales(
-    weight: str, stored: StoredTensor, quantization: Quantization, quantizers: Mapping[str, StoredTensor]
-) -> Scales:
+def read_scales(weight: str, stored: StoredTensor, quantization: Quantization, quantizers: Stored) -> Scales:
     """The scales of one weight, from those that `find_scales` returned. Raises CheckpointError for one of 0 or less."""
     values: dict[str, NDArray[np.float32]] = {}
     for kind in (WEIGHT, INPUT, SMOOTH):

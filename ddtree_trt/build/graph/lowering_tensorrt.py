@@ -247,11 +247,10 @@ class NativeGraph(TensorRtGraph):
         cos, sin = (self._angles(table) for table in at.rotary)
         first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
         new = self._rotated(key, cos, sin, at), value
+        places = (names.cache_names(part, at.layer) for part in ("past", "present"))
         keys, values = (
             self.op("TensorScatter", [past, rows, first], [present], axis=2)
-            for past, rows, present in zip(
-                names.cache_names("past", at.layer), new, names.cache_names("present", at.layer), strict=True
-            )
+            for rows, past, present in zip(new, *places, strict=True)
         )
         lengths = self.cast(self._key_lengths(), "int64", f"{KEY_LENGTHS}.wide")
         inputs = [self._rotated(query, *query_angles, at, scaled=True), keys, values, visible, "", "", lengths]
@@ -316,9 +315,8 @@ class NativeGraph(TensorRtGraph):
         row = self.op("Sub", [self._columns(), starts], ["column_row"])  # int32 [N, S]: of the call, in each column
         zero, largest = self.number(0, np.int32), self.number(self._words * _WORD - 1, np.int32)
         bit = self.op("Min", [self.op("Max", [row, zero], ["column_row.low"]), largest], ["column_bit"])
-        index = self.op(
-            "Unsqueeze", [self.cast(bit, "int64", "column_bit.wide"), self.number([2])], ["column_bit.index"]
-        )
+        wide = self.cast(bit, "int64", "column_bit.wide")
+        index = self.op("Unsqueeze", [wide, self.number([2])], ["column_bit.index"])
         of_columns = self.op("GatherND", [self._bits(), index], ["tree_bits.columns"], batch_dims=1)
         by_column = self.op("Unsqueeze", [of_columns, self.number([1])], ["tree_bits.by_column"])
         by_row = self.op("Transpose", [by_column], ["tree_bits.by_row"], perm=[0, 1, 3, 2])

@@ -167,9 +167,8 @@ class Network:
             if parts.shared_gate_up is None or parts.shared_down is None or parts.shared_gate is None:
                 return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
             mixture = g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.experts")
-            shared = self.swiglu(
-                f"{layer}.shared", h, parts.shared_gate_up, parts.shared_down, self.dims.experts.shared
-            )
+            width = self.dims.experts.shared
+            shared = self.swiglu(f"{layer}.shared", h, parts.shared_gate_up, parts.shared_down, width)
             name = f"{layer}.shared_gate"
             gate = self.linear(h, name, *parts.shared_gate.sources, out=f"{name}.out")
             return g.op("Add", [mixture, g.gated(shared, gate, f"{layer}.shared.gated")], [f"{layer}.mlp"])

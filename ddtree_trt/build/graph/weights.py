@@ -32,10 +32,6 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._done = 0
         self._progress = progress
 
-    @property
-    def size(self) -> int:
-        return self._done
-
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
         """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. Arrays
         of quantised values are their bytes, each with two values of int4. Raises OSError when the disk is full,

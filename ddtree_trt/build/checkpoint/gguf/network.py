@@ -151,9 +151,8 @@ def _family(file: GgufFile) -> Family:
     read = {family.in_gguf or name: family for name, family in FAMILIES.items()}
     if architecture not in read:
         types, kinds = ", ".join(map(repr, read)), titles("and", read.values())
-        raise file.metadata.fault(
-            ARCHITECTURE, f"is {shown(architecture)}, only {kinds} models ({types}) are supported in GGUF files"
-        )
+        offered = f"only {kinds} models ({types}) are supported in GGUF files"
+        raise file.metadata.fault(ARCHITECTURE, f"is {shown(architecture)}, {offered}")
     return read[architecture]
 
 
