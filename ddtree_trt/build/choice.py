@@ -7,7 +7,7 @@ from typing import Literal
 from ddtree_trt.artifact import backends
 from ddtree_trt.artifact.backends import BACKENDS, BEST_ON_GPUS, ONNXRUNTIME, Backend, BackendName
 from ddtree_trt.artifact.precisions import PrecisionName
-from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, lacking
 from ddtree_trt.build.backends.tensorrt.backend import sm_for_values
 from ddtree_trt.build.pair import Pair
 from ddtree_trt.device.survey import CUDA, DRIVER, Survey
@@ -93,12 +93,8 @@ def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Want
     if gpu is None:
         yield Obstacle(survey.no_gpu)
         return
-    if pair:
-        kind = pair.drafter.kind
-        if not kind.has(backend.half):
-            yield Obstacle(f"{kind.title}s are not implemented for it")
-        if not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
-            yield Obstacle("mixtures of experts are not implemented for it")
+    if pair and (what := lacking(backend, (pair.target.dims, pair.drafter.dims))):
+        yield Obstacle(f"{what} are not implemented for it")
     if wanted != "auto" and wanted not in backend.builds:
         yield Obstacle(f"the precision must be one of {', '.join(backend.builds)}, not {wanted}")
         return

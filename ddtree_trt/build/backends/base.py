@@ -12,6 +12,7 @@ from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, Backend
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.records import option
 
@@ -60,6 +61,14 @@ class Written:
     toolchain: dict[str, str]
     plugin: dict[str, str] | None = None
     notes: tuple[str, ...] = ()  # lines for the user
+
+
+def lacking(backend: Backend, networks: Iterable[TransformerDims]) -> str | None:
+    """What of these networks a backend does not compute in any precision; None where there is nothing."""
+    networks = tuple(networks)
+    if kind := next((kind for kind in map(kind_of, networks) if not kind.has(backend.half)), None):
+        return f"{kind.title}s"
+    return "mixtures of experts" if not backend.experts and any(dims.experts for dims in networks) else None
 
 
 class BackendBuild(ABC):

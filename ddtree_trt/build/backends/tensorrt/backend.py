@@ -16,7 +16,7 @@ from ddtree_trt.artifact.manifest import AttentionName, Manifest
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written
+from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written, lacking
 from ddtree_trt.device.gpus import KINDS, UNSERVED, find_gpus
 from ddtree_trt.device.libraries import (
     CudaVersions,
@@ -41,12 +41,9 @@ LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 class PlansBuild(BackendBuild):
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
-        for kind in map(kind_of, networks):
-            if not kind.has(self.backend.half):
-                others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if kind.has(b.half))
-                raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
-        if not self.backend.experts and any(dims.experts for dims in networks):
-            raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
+        if what := lacking(self.backend, networks):
+            others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if not lacking(b, networks))
+            raise UsageError(f"{what} are not implemented for {TENSORRT.title}; use --backend {others}")
 
 
 class TensorRtBuild(PlansBuild):
