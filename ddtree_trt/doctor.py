@@ -29,8 +29,6 @@ _PACKAGES = (
     *("numpy", "onnx", *_ONNXRUNTIMES, "safetensors", "transformers", "tokenizers", "huggingface_hub", "typer", "rich"),
     *(TORCH.name, TENSORRT.name, TENSORRT_RTX.name, "cuda-python", "tritonclient"),
 )
-_RTX_USE = f"building {TENSORRT_RTX.name} engines, without a GPU too, and running them"
-
 _NEW_DRIVER = (
     f"sudo apt-get install nvidia-driver-{DRIVER}-open, and restart (Ubuntu; others: https://www.nvidia.com/drivers; "
     "in a container the host's driver counts: start it with --gpus all)"
@@ -133,7 +131,8 @@ def _checks(survey: Survey) -> Iterator[Check]:
     cuda = rtx if rtx and not survey.version(TENSORRT.modules[0]) else full
     use = "building and running tensorrt engines"
     yield installed(TENSORRT.title, TENSORRT.modules[0], use, full if gpus else None)
-    yield installed(TENSORRT_RTX.title, TENSORRT_RTX.modules[0], _RTX_USE, rtx)
+    use = "building tensorrt-rtx engines, without a GPU too, and running them"
+    yield installed(TENSORRT_RTX.title, TENSORRT_RTX.modules[0], use, rtx)
     use = "memory and graphs of tensorrt and tensorrt-rtx engines"
     yield installed("CUDA for Python", CUDA_PYTHON, use, cuda if gpus else None)
 

@@ -128,8 +128,6 @@ class Pattern:
         return _must_be(self.meaning, schema)
 
 
-# Errors
-
 _NAMES = {
     "int_type": "an integer",
     "float_type": "a number",

@@ -35,8 +35,6 @@ from ddtree_trt.reading import Between, shown
 from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.records import check, option
 
-BackendChoice = Literal["auto", BackendName]
-
 
 def _limit_option(name: str, text: str, within: Between) -> Any:
     default = f"Default {getattr(Limits, name)}, or the preset's."
@@ -55,7 +53,7 @@ class BuildRequest(BuilderOptions):
         "PATH|ID",
     )
     drafter: str | Path | None = option(None, "A drafter, likewise.", "PATH|ID")
-    backend: BackendChoice = option("auto", "What runs the engine.", "")
+    backend: Literal["auto", BackendName] = option("auto", "What runs the engine.", "")
     precision: Wanted = option("auto", "What it computes in.", "")
     max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.", POSITIONS)
     max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.", BUDGETS)

@@ -93,9 +93,6 @@ def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, 
     assert llama_cpp.opened == []
 
 
-# Beside llama.cpp: what is timed, and that both do the same work
-
-
 def test_sequences_are_timed_while_all_of_them_run() -> None:
     """The second begins at 2 s and the first ends at 5 s: 3 and 4 tokens between."""
     turn = [[1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 3.0, 4.0, 4.0, 6.0]]

@@ -73,8 +73,5 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._file.close()
         self._progress("write weights", self._done, self._done)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()

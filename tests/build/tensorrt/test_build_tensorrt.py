@@ -66,9 +66,6 @@ def test_the_engine_directory_of_the_tiny_pair(with_plugins: Machine, tmp_path: 
     assert list(engine.parent.iterdir()) == [engine]
 
 
-# Attention of TensorRT's own, through the real builder
-
-
 @pytest.mark.rtx
 def test_an_engine_without_our_library(machine: Machine, tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path / "pair", tied=False, **SMALL)
