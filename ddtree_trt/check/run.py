@@ -39,6 +39,8 @@ SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
 DEVICE_BUDGET = 16  # of the case with a fixed budget whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
 
+Prompts = dict[str, list[int]]  # name → token ids
+
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
@@ -96,12 +98,7 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
 
 
 def _check_greedy(
-    session: Session,
-    prompts: dict[str, list[int]],
-    cases: Sequence[Case],
-    drafted: Case,
-    settings: CheckSettings,
-    progress: Progress,
+    session: Session, prompts: Prompts, cases: list[Case], drafted: Case, settings: CheckSettings, progress: Progress
 ) -> tuple[tuple[GreedyFinding, ...], list[tuple[int, int]]]:
     """A finding per case, against the tokens of `ar`; and of the rounds of `drafted`, one of the cases, the tokens
     before each and how many drafted ones it accepted. Left out are rounds at a text's end that are not its first:
@@ -157,7 +154,7 @@ def target_logits(session: Session, prompt: list[int], output: Sequence[int]) ->
 
 
 def _check_distribution(
-    session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
+    session: Session, prompts: Prompts, settings: CheckSettings, progress: Progress
 ) -> tuple[DistributionFinding, ...]:
     """A finding per case. Every case draws with seeds of its own, at each of TEMPERATURES: cases are independent."""
     cases = engine_cases(session.manifest, SAMPLED_BUDGETS)

@@ -194,20 +194,14 @@ def head_table(g: Graph, network: Checkpoint, prefix: str) -> Table:
 
 
 def build_target_graph(
-    g: Graph,
-    network: Checkpoint,
-    limits: Limits,
-    tap_layers: Sequence[int] = (),
-    *,
-    prefix: str = "",
-    quantized: bool = False,
+    g: Graph, network: Checkpoint, limits: Limits, taps: Sequence[int] = (), prefix: str = "", quantized: bool = False
 ) -> ModelProto:
     """The target: T tokens of N slots after their caches → logits of R rows, tapped hidden states, and where the logits
     stay on a device, the choices.
 
     A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
-    With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart. In a
-    graph that rotates, tapped states are rotated.
+    Without taps it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart. In a graph
+    that rotates, tapped states are rotated.
     Unless `quantized` quantised weights are dequantised, and no row is rounded.
     """
     dims = network.dims
@@ -223,14 +217,14 @@ def build_target_graph(
     if rotation:
         x = g.row_product(x, g.weight(f"{prefix}rotation.into", rotation.into), "rotated")
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
-    taps = []
+    tapped = []
     for i in range(dims.num_layers):
         h, x = net.after_attention(i, net.project(i, net.mixed(i, h)), x)
-        if i in tap_layers:
-            taps.append(x)
-    if taps:
-        g.concat(taps, names.TAPS, axis=-1)
-        g.output(names.TAPS, g.floats, ["N", "T", len(taps) * dims.hidden_size])
+        if i in taps:
+            tapped.append(x)
+    if tapped:
+        g.concat(tapped, names.TAPS, axis=-1)
+        g.output(names.TAPS, g.floats, ["N", "T", len(tapped) * dims.hidden_size])
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
     if rotation:

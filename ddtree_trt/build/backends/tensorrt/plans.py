@@ -98,6 +98,7 @@ def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]
 
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]  # input → shapes: least, tuned, most
+Finish = Callable[[Any, Any], None]  # gets the product's module and a parsed network
 _SHOWN_ERRORS = 5  # of the parser's, in one error of ours
 
 
@@ -123,14 +124,7 @@ class EngineBuilder:
             load_plugins(trt, self._log, plugin_library, BuildError)
 
     def build(
-        self,
-        name: str,
-        graph: Path,
-        plan: Path,
-        shapes: Profile,
-        finish: Callable[[Any, Any], None] = lambda trt, network: None,
-        *,
-        tf32: bool = True,
+        self, name: str, graph: Path, plan: Path, shapes: Profile, finish: Finish, *, tf32: bool = True
     ) -> dict[str, list[str]]:
         """Compile `graph` into `plan` and return the names of its inputs and outputs, in order. `finish` is called with
         the product's module and the parsed network, which it checks or changes. `tf32`: whether products of float32 may
