@@ -102,9 +102,7 @@ def test_replays_are_the_rounds_of_decoding(tiny_engine: Path, eagle_directory: 
             drafts.save(record(session, [[5, 6, 7]], 4, EXPANDED), tmp_path / "none.npz")
 
 
-def test_the_command_answers_every_question(
-    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_answers_all(tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also with trees of more nodes than the engine was built for."""
     before = load_manifest(tiny_engine)
     main(tiny_engine, limit=2, max_tokens=24, budgets="8,300", depths="2", output=tmp_path / "a.json")

@@ -88,9 +88,7 @@ def test_prompts_that_cannot_fit_are_left_out_and_named(tiny_engine: Path, tmp_p
             engine_runs(session, replace(settings, methods=("draft-model",)))
 
 
-def test_later_turns_follow_the_answers_of_ar_and_seeds_rise(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_turns_follow_ar_and_seeds_rise(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[int], Request]] = []
 
     def talker(case: str) -> Run:

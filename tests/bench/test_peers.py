@@ -34,9 +34,7 @@ def test_a_peer_that_is_none_is_refused(tiny_engine: Path, spec: str) -> None:
         open_peer(spec, context(tiny_engine))
 
 
-def test_transformers_gives_the_engines_tokens(
-    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_gives_the_tokens(tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = BenchSettings(str(tiny_engine), methods=("ar",), limit=1, max_tokens=12)
     compare(settings, ["hf"], NOTHING, tmp_path / "r.json")
     kept = json.loads((tmp_path / "r.json").read_text())

@@ -57,9 +57,7 @@ def test_tap_layers_default_when_the_config_names_none(tmp_path: Path) -> None:
         ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, {}),
     ],
 )
-def test_a_configuration_is_read_in_either_form(
-    tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_a_configuration_in_either_form(tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]) -> None:
     assert load_checkpoint(make_target(tmp_path, config=config)).dims == replace(TARGET_DIMS, **expected)
 
 

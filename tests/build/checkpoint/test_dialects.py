@@ -342,9 +342,7 @@ def test_two_ways_to_count_taps(tmp_path: Path) -> None:
         ("deepspec-eagle3-qwen3-8b", {"target_layer_ids": None}, "target_layer_ids"),
     ],
 )  # fmt: skip
-def test_what_is_not_implemented_is_refused_by_name(
-    tmp_path: Path, name: str, changes: dict[str, Any], field: str
-) -> None:
+def test_what_is_not_implemented_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], field: str) -> None:
     with pytest.raises(CheckpointError, match=field):
         read(tmp_path, name, **changes)
 

@@ -200,9 +200,7 @@ def mine(tmp_path: Path) -> dict[str, Any]:
     return {"target": "mine", "checkpoint": target, "drafter": drafter}
 
 
-def test_a_library_tensorrt_does_not_take(
-    with_plugins: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_not_taken(with_plugins: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_plugins.fake, "_load_library", lambda path: None)
     refused(tmp_path, BuildError, "does not take the plugin library", "ddtree::DDTreeAttention version 1")
 
