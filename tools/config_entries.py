@@ -1,21 +1,12 @@
 """The entries of a config.json that state a network, for checkpoints that trainers and tests write."""
 
 from ddtree_trt.drafters.dflash.dims import ARCHITECTURE, SECTION, DFlashDims
+from ddtree_trt.models import families
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.families import (
-    DELTA_NAMES,
-    EXPERT_NAMES,
-    FULL_ATTENTION,
-    LAYER_TYPES,
-    LINEAR_ATTENTION,
-    ROTARY_SHARE,
-    SHARED_EXPERT,
-    Family,
-)
 from ddtree_trt.models.rope_scaling import SCALINGS
 
 
-def of_family(family: Family, dims: TransformerDims) -> dict[str, object]:
+def of_family(family: families.Family, dims: TransformerDims) -> dict[str, object]:
     """Those that a network of the family has as a target and as a drafter."""
     sizes = {name: getattr(dims, field) for field, name in family.names.items()}
     plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
@@ -23,17 +14,20 @@ def of_family(family: Family, dims: TransformerDims) -> dict[str, object]:
     if rope:
         used = ("rope_type", *SCALINGS[rope.rope_type])
         scaling = {"rope_scaling": {name: getattr(rope, name) for name in used}}
-    mixture = {name: getattr(dims.experts, field) for field, name in EXPERT_NAMES.items()} if dims.experts else {}
-    mixture |= {SHARED_EXPERT: dims.experts.shared} if dims.experts and dims.experts.shared else {}
+    mixture: dict[str, object] = {}
+    if dims.experts:
+        mixture = {name: getattr(dims.experts, field) for field, name in families.EXPERT_NAMES.items()}
+        mixture |= {families.SHARED_EXPERT: dims.experts.shared} if dims.experts.shared else {}
     return {"model_type": family.model_type, **sizes, **plain, **scaling, **mixture, **_of_delta(dims)}
 
 
 def _of_delta(dims: TransformerDims) -> dict[str, object]:
     if dims.delta is None:
         return {}
-    kinds = [FULL_ATTENTION if i in dims.attention_layers else LINEAR_ATTENTION for i in range(dims.num_layers)]
-    sizes = {name: getattr(dims.delta, field) for field, name in DELTA_NAMES.items()}
-    return {**sizes, LAYER_TYPES: kinds, ROTARY_SHARE: dims.rotated / dims.head_dim}
+    full = dims.attention_layers
+    kinds = [(families.LINEAR_ATTENTION, families.FULL_ATTENTION)[i in full] for i in range(dims.num_layers)]
+    sizes = {name: getattr(dims.delta, field) for field, name in families.DELTA_NAMES.items()}
+    return {**sizes, families.LAYER_TYPES: kinds, families.ROTARY_SHARE: dims.rotated / dims.head_dim}
 
 
 def of_dflash(dims: DFlashDims) -> dict[str, object]:

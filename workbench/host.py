@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import ddtree_trt
+from ddtree_trt import _native
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
@@ -39,7 +40,7 @@ from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import best_tree, walk
+from ddtree_trt.runtime.tree import best_tree
 from workbench.options import bare_manifest
 
 POSITIONS = 15
@@ -136,7 +137,7 @@ class ReadyRounds:
                 more = best_tree(self._engine.ready.candidates, 2 * request.budget)
                 tree = more.cut(request.budget)
                 choices = self._engine.choices[np.append(0, tree.depths)]
-                path = walk(tree, choices)
+                path = _native.walk(tree.parents, tree.token_ids, choices)
                 drafted = (tree, more, path) if request.looks and request.budget else None
                 self._made[key] = choices[path].tolist(), len(tree), drafted
             results.append(RoundResult(request, *self._made[key]))

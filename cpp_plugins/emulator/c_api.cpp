@@ -48,8 +48,8 @@ DDTREE_EXPORT int32_t ddtree_choose(const ddtree::TokenChoice* call, void* strea
     return static_cast<int32_t>(ddtree::device_choose(*call, stream_of(stream)));
 }
 
-DDTREE_EXPORT int32_t ddtree_walk(const ddtree::TreeWalk* call, void* stream) {
-    return static_cast<int32_t>(ddtree::device_walk(*call, stream_of(stream)));
+DDTREE_EXPORT int32_t ddtree_commit(const ddtree::RoundCommit* call, void* stream) {
+    return static_cast<int32_t>(ddtree::device_commit(*call, stream_of(stream)));
 }
 
 DDTREE_EXPORT int32_t ddtree_compact(const ddtree::KvCompact* call, void* stream) {

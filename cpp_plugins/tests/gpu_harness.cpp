@@ -168,8 +168,8 @@ void run_kernels() {
         Buffer<int32_t> candidates(integers(rows.size(), 0, 9)), roots(integers(n, 0, 9)),
             past(good ? integers(n, 0, 9) : garbage(n, 9)), budgets(good ? integers(n, 0, 64) : garbage(n, 64));
         const std::vector<int32_t> empty(size_t(n) * tokens, -7), one_each(n, -7);
-        Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), path(empty), counts(one_each),
-            lengths(one_each), bonus(one_each), next(one_each), mask(std::vector<int32_t>(empty.size() * 3, -7));
+        Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), counts(one_each),
+            mask(std::vector<int32_t>(empty.size() * 3, -7));
         const int32_t outlook = 130;
         Buffer<float> weights(std::vector<float>(size_t(n) * outlook, NAN));
         Buffer<int32_t> outlook_depths(std::vector<int32_t>(size_t(n) * outlook, -7));
@@ -203,12 +203,23 @@ void run_kernels() {
         ok(ddtree::device_packed_mask({parents.data, mask.data, n, tokens, 3}, nullptr), "packed_mask");
         Buffer<int32_t> choices(good ? integers(empty.size(), 0, 9) : garbage(empty.size(), 9)),
             sizes(good ? integers(n, 1, tokens) : garbage(n, tokens));
-        ddtree::TreeWalk walk{};
-        walk.parents = parents.data, walk.token_ids = ids.data, walk.choices = choices.data, walk.counts = sizes.data;
-        walk.past_len = past.data, walk.path = path.data, walk.lengths = lengths.data, walk.next_tokens = bonus.data;
-        walk.next_past_len = next.data, walk.sequences = n, walk.tokens = tokens;
-        ok(ddtree::device_walk(walk, nullptr), "walk");
-        cuda(cudaDeviceSynchronize(), "walk");
+        const int32_t longest = 1 + length;
+        Buffer<int32_t> places(good ? std::vector<int32_t>{2, 0, 1} : garbage(n, 3)),
+            flags(good ? integers(n, 0, 1) : garbage(n, 1)), before(good ? integers(4 * n, 0, 8) : garbage(4 * n, 9)),
+            states(std::vector<int32_t>(4 * 3, -7)),
+            told(std::vector<int32_t>(size_t(n) * 2 * (1 + longest + tokens + outlook), -7));
+        Buffer<uint16_t> tapped(halves(size_t(n) * tokens * 64)), slab(halves(size_t(4) * 3 * 2 * 80 * 64)),
+            waiting(halves(size_t(3) * longest * 64));
+        ddtree::RoundCommit commit{};
+        commit.parents = parents.data, commit.token_ids = ids.data, commit.choices = choices.data;
+        commit.counts = sizes.data, commit.log_weights = weights.data, commit.outlook_depths = outlook_depths.data;
+        commit.slot_ids = places.data, commit.holds = commit.active = flags.data, commit.before = before.data;
+        commit.tapped = tapped.data, commit.cache = slab.data, commit.waiting = waiting.data;
+        commit.states = states.data, commit.result = told.data, commit.sequences = n, commit.tokens = tokens;
+        commit.longest = longest, commit.outlook = outlook, commit.planes = 4, commit.slots = 3, commit.kv_heads = 2;
+        commit.capacity = 80, commit.waiting_rows = longest, commit.row_bytes = commit.state_bytes = 128;
+        ok(ddtree::device_commit(commit, nullptr), "commit");
+        cuda(cudaDeviceSynchronize(), "commit");
 
         const std::vector<uint16_t> rows_before = halves(size_t(4) * 3 * 2 * 40 * 64);
         Buffer<uint16_t> cache(rows_before), replayed(rows_before);

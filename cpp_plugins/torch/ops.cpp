@@ -216,37 +216,59 @@ void choose(const Tensor& logits, const Tensor& positions, const Tensor& tempera
                                 device.stream()));
 }
 
-void walk(const Tensor& parents, const Tensor& token_ids, const Tensor& choices, const OptionalTensor& counts,
-          const OptionalTensor& past_len, const Tensor& path, const Tensor& lengths, const Tensor& next_tokens,
-          const OptionalTensor& next_past_len) {
-    TORCH_CHECK(parents.dim() == 2, "parents must be [N, T]");
-    const int64_t n = parents.size(0), t = parents.size(1);
-    for (const auto& [tensor, name] : {std::pair(&parents, "parents"), std::pair(&token_ids, "token_ids"),
-                                       std::pair(&choices, "choices"), std::pair(&path, "path")}) {
+void commit(const Tensor& parents, const Tensor& token_ids, const Tensor& choices, const Tensor& counts,
+            const Tensor& log_weights, const Tensor& outlook_depths, const Tensor& slot_ids, const Tensor& holds,
+            const Tensor& active, const Tensor& before, const Tensor& tapped, const Tensor& cache,
+            const Tensor& waiting, const Tensor& states, const Tensor& result) {
+    TORCH_CHECK(parents.dim() == 2 && cache.dim() == 5 && waiting.dim() == 3 && result.dim() == 2,
+                "parents must be [N, T], cache [planes, slots, Hkv, S, D], waiting [slots, B, W] and result [N, R]");
+    const int64_t n = parents.size(0), t = parents.size(1), o = log_weights.size(-1);
+    const int64_t slots = cache.size(1), width = waiting.size(2), longest = result.size(1) / 2 - 1 - t - o;
+    for (const auto& [tensor, name] :
+         {std::pair(&parents, "parents"), std::pair(&token_ids, "token_ids"), std::pair(&choices, "choices")}) {
         check(*tensor, name, at::kInt, parents, {n, t});
     }
-    check(lengths, "lengths", at::kInt, parents, {n});
-    check(next_tokens, "next_tokens", at::kInt, parents, {n});
-    for (const auto& [tensor, name] :
-         {std::pair(&counts, "counts"), std::pair(&past_len, "past_len"), std::pair(&next_past_len, "next_past_len")}) {
-        if (*tensor) {
-            check(**tensor, name, at::kInt, parents, {n});
-        }
+    for (const auto& [tensor, name] : {std::pair(&counts, "counts"), std::pair(&slot_ids, "slot_ids"),
+                                       std::pair(&holds, "holds"), std::pair(&active, "active")}) {
+        check(*tensor, name, at::kInt, parents, {n});
     }
+    check(log_weights, "log_weights", at::kFloat, parents, {n, o});
+    check(outlook_depths, "outlook_depths", at::kInt, parents, {n, o});
+    check(before, "before", at::kInt, parents, {4, n});
+    check(tapped, "tapped", waiting.scalar_type(), parents, {n, t, width});
+    check(cache, "cache", cache.scalar_type(), parents, {-1, -1, -1, -1, -1});
+    check(waiting, "waiting", waiting.scalar_type(), parents, {slots, -1, -1});
+    check(states, "states", at::kInt, parents, {4, slots});
+    check(result, "result", at::kInt, parents, {n, 2 * (1 + longest + t + o)});
     const OnDevice device(parents);
-    ddtree::TreeWalk call{};
+    ddtree::RoundCommit call{};
     call.parents = pointer<const int32_t>(parents);
     call.token_ids = pointer<const int32_t>(token_ids);
     call.choices = pointer<const int32_t>(choices);
     call.counts = pointer<const int32_t>(counts);
-    call.past_len = pointer<const int32_t>(past_len);
-    call.path = pointer<int32_t>(path);
-    call.lengths = pointer<int32_t>(lengths);
-    call.next_tokens = pointer<int32_t>(next_tokens);
-    call.next_past_len = pointer<int32_t>(next_past_len);
-    call.sequences = size(parents, 0);
-    call.tokens = size(parents, 1);
-    raise("walk", ddtree::device_walk(call, device.stream()));
+    call.log_weights = pointer<const float>(log_weights);
+    call.outlook_depths = pointer<const int32_t>(outlook_depths);
+    call.slot_ids = pointer<const int32_t>(slot_ids);
+    call.holds = pointer<const int32_t>(holds);
+    call.active = pointer<const int32_t>(active);
+    call.before = pointer<const int32_t>(before);
+    call.tapped = pointer<const void>(tapped);
+    call.cache = pointer<void>(cache);
+    call.waiting = pointer<void>(waiting);
+    call.states = pointer<int32_t>(states);
+    call.result = pointer<int32_t>(result);
+    call.sequences = static_cast<int32_t>(n);
+    call.tokens = static_cast<int32_t>(t);
+    call.longest = static_cast<int32_t>(longest);
+    call.outlook = static_cast<int32_t>(o);
+    call.planes = size(cache, 0);
+    call.slots = size(cache, 1);
+    call.kv_heads = size(cache, 2);
+    call.capacity = size(cache, 3);
+    call.waiting_rows = size(waiting, 1);
+    call.row_bytes = static_cast<int32_t>(cache.size(4) * cache.element_size());
+    call.state_bytes = static_cast<int32_t>(width * waiting.element_size());
+    raise("commit", ddtree::device_commit(call, device.stream()));
 }
 
 void compact(const Tensor& cache, const Tensor& slot_ids, const Tensor& past_len, const Tensor& keep,
@@ -435,8 +457,9 @@ TORCH_LIBRARY(ddtree, m) {
           "Tensor(f!)? log_weights=None, Tensor(g!)? outlook_depths=None) -> ()");
     m.def("packed_mask(Tensor parents, Tensor(a!) mask) -> ()");
     m.def("choose(Tensor logits, Tensor positions, Tensor temperatures, Tensor seeds, Tensor(a!) choices) -> ()");
-    m.def("walk(Tensor parents, Tensor token_ids, Tensor choices, Tensor? counts, Tensor? past_len, Tensor(a!) path, "
-          "Tensor(b!) lengths, Tensor(c!) next_tokens, Tensor(d!)? next_past_len) -> ()");
+    m.def("commit(Tensor parents, Tensor token_ids, Tensor choices, Tensor counts, Tensor log_weights, "
+          "Tensor outlook_depths, Tensor slot_ids, Tensor holds, Tensor active, Tensor before, Tensor tapped, "
+          "Tensor(a!) cache, Tensor(b!) waiting, Tensor(c!) states, Tensor(d!) result) -> ()");
     m.def("compact(Tensor(a!) cache, Tensor slot_ids, Tensor past_len, Tensor keep, Tensor keep_count) -> ()");
     m.def("add_rms_norm(Tensor x, Tensor? update, Tensor weight, float epsilon, Tensor(a!)? sum, Tensor(b!) normed) "
           "-> ()");
@@ -460,7 +483,7 @@ TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
     m.impl("build_tree", build_tree);
     m.impl("packed_mask", packed_mask);
     m.impl("choose", choose);
-    m.impl("walk", walk);
+    m.impl("commit", commit);
     m.impl("compact", compact);
     m.impl("add_rms_norm", add_rms_norm);
     m.impl("split_qkv", split_qkv);

@@ -18,7 +18,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.settings import TINY, BenchSettings, Case
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.core import assemble_core, open_core
+from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.profile import fingerprint
@@ -98,11 +98,9 @@ class Session:
 
     def __init__(self, directory: Path, options: EngineOptions = DEFAULTS, *, engine: Engine | None = None) -> None:
         """`engine`: an open engine, whose directory needs to hold a tokenizer only."""
-        core = open_core(directory, options, warm=False) if engine is None else assemble_core(directory, engine)
-        self.core = core
-        self.engine = core.engine
-        self.codec = core.codec
-        self.manifest = core.engine.manifest
+        self.core = open_core(directory, options, engine=engine, warm=False)
+        self.engine, self.codec = self.core.engine, self.core.codec
+        self.manifest = self.engine.manifest
 
     def generate(
         self, prompt: Prompt, params: SamplingParams, *, device_rounds: DeviceRoundsMode = "auto"

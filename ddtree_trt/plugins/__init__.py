@@ -8,7 +8,7 @@ N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot
 
 from enum import IntEnum
 
-ABI = 5  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
+ABI = 6  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
 VERSION = "1"
 NAMESPACE = "ddtree"
 

@@ -43,7 +43,7 @@ _CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minut
 
 @contextmanager
 def starting(what: str) -> Iterator[None]:
-    """The block starts `what`. Raises EngineError where Ray fails in it, of which Ray's errors have no common class."""
+    """The block starts `what`. Raises EngineError where Ray fails in it."""
     try:
         yield
     except DDTreeError:
@@ -58,9 +58,8 @@ def starting(what: str) -> Iterator[None]:
 
 @contextmanager
 def connected() -> Iterator[bool]:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, else start one here that ends with
-    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case. Raises UsageError when
-    nothing answers at RAY_ADDRESS, EngineError when Ray does not start."""
+    """Connect to the cluster of RAY_ADDRESS or one on this machine; else, and for `local`, start one that ends with the
+    block. Yields whether it was started. Raises UsageError when nothing answers, EngineError when Ray fails."""
     if ray.is_initialized():
         yield False
         return
@@ -88,11 +87,8 @@ def connected() -> Iterator[bool]:
 def resources_per_replica(
     backend: str, replicas: ReplicaOptions, ranks: int = 1, *, check: bool = False
 ) -> tuple[float, float]:
-    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine.
-
-    With `check`, for a cluster that does not grow, raises UsageError where it has no room for as many replicas as there
-    may be.
-    """
+    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine. With
+    `check`, for a cluster that does not grow, raises UsageError where there is no room for them."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
     gpus, place = replicas.gpus_per_replica, BACKENDS[backend].place
@@ -162,9 +158,8 @@ def _without_request_id(app: ASGIApp) -> ASGIApp:
 
     async def without(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_on(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
-                message = {**message, "headers": headers}
+            if headers := message.get("headers"):
+                message["headers"] = [h for h in headers if h[0].lower() != b"x-request-id"]
             await send(message)
 
         await app(scope, receive, send_on)
@@ -184,14 +179,8 @@ def merged_page(pages: Sequence[tuple[str, str]]) -> bytes:
 
 
 def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> Application:
-    """The application, to be run on the Ray cluster that this process is connected to.
-
-    Args:
-        engine_dir: the engine, at the same path on every machine of the cluster.
-        options: those of the server; `host`, `port` and `stall_timeout_s` are Ray's and not read here.
-
-    Raises ArtifactError when there is no engine.
-    """
+    """The application, to be run on the Ray cluster that this process is connected to, with the engine at the same path
+    on every machine. The `options` that are Ray's are not read. Raises ArtifactError when there is no engine."""
     engine_dir = engine_dir.resolve()
     manifest = load_manifest(engine_dir)
     slots = manifest.limits.max_batch
@@ -231,32 +220,25 @@ def log_settings(options: ServeOptions) -> LoggingConfig:
     return LoggingConfig(log_level="INFO" if options.access_log else "WARNING", enable_access_log=options.access_log)
 
 
-@dataclass(frozen=True)
-class _Arguments:
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(ReplicaOptions, ServeOptions):
     __pydantic_config__ = ConfigDict(extra="forbid")
     engine_dir: Path
 
 
 def app(arguments: dict[str, Any]) -> Application:
     """The application by Ray's own commands and configuration files: `engine_dir`, and any field of ServeOptions and
-    ReplicaOptions but those that are Ray's. Raises UsageError."""
-    given = dict(arguments)
-    made = []
-    for kind in (ServeOptions, ReplicaOptions):
-        own = {f.name: given.pop(f.name) for f in fields(kind) if f.name in given and f.name not in _RAYS_OWN}
-        made.append(_parsed(kind, own))
-    place = _parsed(_Arguments, given)
-    return application(place.engine_dir, *made)
-
-
-def _parsed(kind: Any, values: dict[str, Any]) -> Any:
-    """The values, which may be texts, as a dataclass."""
+    ReplicaOptions, whose values may be texts, but those that are Ray's. Raises UsageError."""
     try:
-        return TypeAdapter(kind).validate_python(values)
+        if rays := [name for name in _RAYS_OWN if name in arguments]:
+            raise UsageError(f"{rays[0]} is Ray's: its proxies have the sockets")
+        given = TypeAdapter(_Arguments).validate_python(arguments)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{name}: {first['msg']}") from error
+        raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    kinds: tuple[Any, ...] = (ServeOptions, ReplicaOptions)
+    made = [kind(**{f.name: getattr(given, f.name) for f in fields(kind)}) for kind in kinds]
+    return application(given.engine_dir, *made)
 
 
 APPLICATION = "ddtree-trt"
@@ -318,8 +300,7 @@ def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> D
 
 
 async def _serve_until_signals(ready: str, engines: DeploymentHandle[object], drain_timeout_s: float) -> None:
-    """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
-    ends them."""
+    """Wait for a signal, then until the requests under way have finished; a second signal ends them."""
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)

@@ -58,16 +58,13 @@ def map_prompts(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> OfflineResult:
-    """Answer every request of a file, each exactly once, and write the answers in the order of the requests.
-
-    A call that was interrupted, by whatever, is gone on with by the same call. What the server would answer with a
-    status below 500 is an answer, a refusal too.
+    """Answer every request of a file, each once, and write the answers in the order of the requests. A call that was
+    interrupted is gone on with by the same call. A refusal, with a status below 500, is an answer, too.
 
     Args:
         engine_dir: the engine; with replicas at the same path on every machine.
         source: JSON lines, as `read_requests` takes them.
-        output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, there is `OUTPUT.part`, to
-            which each answer is appended when it is there.
+        output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, `OUTPUT.part` has the answers.
         options: those of the server that concern the engine and its answers.
         replicas: engines on a Ray cluster; None: one in this process.
         seed: from which the seeds of requests that state none follow.
@@ -106,13 +103,11 @@ def map_prompts(
 
 
 def read_requests(path: Path, seed: int) -> list[OfflineRequest]:
-    """The requests of a file.
+    """The requests of a file. Raises UsageError that names the first line that is none.
 
     A line is a line of OpenAI's batch files (`custom_id`, `url`, `body`), or a body alone: an object with `messages` or
     `prompt`, and `custom_id` if wanted, which else is the line's number. A body without a seed gets one that follows
     from `seed` and the line's number, so that an answer depends neither on the others nor on where it is computed.
-
-    Raises UsageError that names the first line that is no request.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -141,47 +136,32 @@ def _request(line: str, number: int, seed: int) -> OfflineRequest:
         raise UsageError(f"no JSON: {error}") from error
     if not isinstance(row, dict):
         raise UsageError(f"a JSON object is expected, not {shown(row)}")
-    custom_id = row.pop("custom_id", str(number))
-    if not isinstance(custom_id, str):
-        raise UsageError(f"custom_id must be a text, not {shown(custom_id)}")
-    body: Any = row.get("body", row)
-    if not isinstance(body, dict):
-        raise UsageError(f"body must be an object, not {shown(body)}")
-    if body is not row:
-        url = str(row.get("url"))
-        if url not in _URLS.values():
-            raise UsageError(f"url must be {' or '.join(_URLS.values())}, not {shown(row.get('url'))}")
-    else:
-        fields = [field for field in _URLS if field in body]
-        if len(fields) != 1:
-            either = " or ".join(_URLS)
-            raise UsageError(f"either {either}, or a body with a url is expected; the object has {shown([*row])}")
-        url = _URLS[fields[0]]
+    custom_id, body = row.pop("custom_id", str(number)), row.get("body", row)
+    if not isinstance(custom_id, str) or not isinstance(body, dict):
+        raise UsageError(f"custom_id must be a text and body an object, not {shown(custom_id)} and {shown(body)}")
+    urls: list[Any] = [url for field, url in _URLS.items() if field in row] if body is row else [row.get("url")]
+    if len(urls) != 1 or urls[0] not in _URLS.values():
+        either, known = " or ".join(_URLS), " or ".join(_URLS.values())
+        raise UsageError(f"either {either}, or a body with the url {known} is expected, not {shown(row)}")
     if body.get("stream"):
         raise UsageError("stream cannot be had in a file; leave it out")
     if body.get("seed") is None:
         body["seed"] = int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4], "big")
-    return OfflineRequest(custom_id, url, json.dumps(body))
+    return OfflineRequest(custom_id, urls[0], json.dumps(body))
 
 
 async def _spread(
     engines: Mapping[Ask, Starting], todo: Sequence[OfflineRequest], each: int, answered: Callable[[Row], None]
 ) -> None:
-    """Answer the requests, and end what is left to do when the last one is answered or one fails.
-
-    Args:
-        engines: how to ask each engine, and how to wait until it can be.
-        each: how many requests an engine gets at a time.
-        answered: gets the answers, in the order in which they come.
-    """
+    """Answer the requests, `each` at a time by an engine, until the last one is answered or one fails. `engines`: how
+    to ask each, and how to wait until it can be. `answered` gets the answers as they come."""
     left, count = iter(todo), 0
 
     async def work(ask: Ask, starting: Starting) -> None:
         nonlocal count
         await starting()
         for request in left:
-            row = await ask(request)
-            answered(row)
+            answered(await ask(request))
             count += 1
 
     workers = [asyncio.ensure_future(work(*engine)) for engine in engines.items() for _ in range(each)]
@@ -244,8 +224,7 @@ def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Ask, Start
 def _engines(
     engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions, requests: int
 ) -> Iterator[dict[Ask, Starting]]:
-    """Engines as Ray's actors, no more than there are requests. One that is lost is started again, and what it had
-    under way with it."""
+    """Engines as Ray's actors, no more than there are requests. One that is lost is started again, with its work."""
     import ray
 
     from ddtree_trt.replicas.deployment import connected, resources_per_replica, threads_of
@@ -280,8 +259,7 @@ class _Answers:
     """`OUTPUT.part`: a line that says what the answers follow from, then the answers, in the order they came."""
 
     def __init__(self, output: Path, run: Mapping[str, object]) -> None:
-        """The answers that an interrupted run has left, or none. Raises UsageError when the output is there already,
-        when they are another run's, or when a run that is still going on writes them."""
+        """The answers that an interrupted run has left. Raises UsageError for an output or answers of another run."""
         self._output = output
         self._part = output.with_name(output.name + ".part")
         self.places: dict[str, int] = {}  # where the answers begin, by `custom_id`
@@ -308,18 +286,15 @@ class _Answers:
             if end:
                 self.places[custom_id] = end
             elif row != run:
-                self._refuse(row, run)
+                name = next(name for name in {**run, **row} if row.get(name) != run.get(name))
+                raise UsageError(
+                    f"{self._part} has answers of a run with another {name} ({row.get(name)}, here {run.get(name)}); "
+                    "go on with that one, or remove the file"
+                )
             end += len(line)
         self._file.truncate(end)
         if not end:
             self._write(run)
-
-    def _refuse(self, before: Mapping[str, object], run: Mapping[str, object]) -> None:
-        name = next(name for name in {**run, **before} if before.get(name) != run.get(name))
-        raise UsageError(
-            f"{self._part} has answers of a run with another {name} ({before.get(name)}, here {run.get(name)}); go on "
-            "with that one, or remove the file"
-        )
 
     def append(self, answer: Mapping[str, Any]) -> None:
         """Add an answer. Raises DDTreeError where the disk does not take it."""

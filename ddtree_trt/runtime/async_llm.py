@@ -1,16 +1,14 @@
 """AsyncLLM: many concurrent callers, one engine.
 
-One worker thread owns the scheduler, the engine and every sequence; callers run on event loops. Callers put commands
-into a queue that the worker empties between two steps, so a cancelled request's slot is free before the next round.
-After a step the worker calls the readers of what has grown, by one `call_soon_threadsafe` for all on an event loop. A
-reader takes what is new from the sequences itself, text and figures included; nothing is written by both sides. A slow
-reader finds more in one part, costs the memory of one output, and delays no other request.
+One worker thread owns the scheduler, the engine and every sequence; callers run on event loops, and put commands into a
+queue that the worker empties between two steps. After a step the worker calls the readers of what has grown, by one
+`call_soon_threadsafe` for all on an event loop. A reader takes what is new from the sequences itself, text and figures
+included; nothing is written by both sides. A slow reader finds more in one part, and delays no other request.
 """
 
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -32,9 +30,8 @@ from ddtree_trt.runtime.text.codec import Prompt, Tools
 class Submission:
     """One submitted request, used on the event loop that submitted it.
 
-    Iterating yields each new part of the output once; the parts' texts joined are the whole text. Parts are made when
-    they are taken. Leaving a `with` block before the end cancels the request, and so does leaving a loop over it, or
-    `result`.
+    Iterating yields each new part of the output once; the parts' texts joined are the whole text. Leaving a `with`
+    block before the end cancels the request, and so does leaving a loop over it, or `result`.
     """
 
     def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
@@ -43,8 +40,7 @@ class Submission:
         self.failure: Exception | None = None  # what stopped the engine
         self.loop = asyncio.get_running_loop()
         # For the engine's thread: whether each part is waited for, and whether the reader knows that there is one.
-        self.streams = False
-        self.called = False
+        self.streams = self.called = False
         self._cancel = cancel
         self._arrived = asyncio.Event()
 
@@ -142,39 +138,29 @@ class AsyncLLM(Client):
         **fields: Any,
     ) -> None:
         super().__init__(open_core(Path(engine_dir), options, progress=progress, **fields))
+        self.slots = self.core.scheduler.slots  # sequences that can run at a time
         self.max_waiting = max_waiting
         self._on_finished = on_finished
         # The condition guards what follows; the worker waits on it.
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: list[Callable[[], None]] = []
         self._active: dict[str, Submission] = {}
         self._admitted = 0  # sequences submitted and not ended
         self._closing = False
-        self._closed = False
         self.failure: EngineError | None = None  # what stopped the engine for good
         self._cancelled: list[Sequence] = []  # since the last delivery; of the worker
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
 
     @property
-    def slots(self) -> int:
-        """Sequences that can run at a time."""
-        return self.core.scheduler.slots
-
-    @property
     def running(self) -> int:
         """Sequences that hold a slot."""
-        return self.core.scheduler.slots - self.core.scheduler.free_slots
+        return self.slots - self.core.scheduler.free_slots
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a slot."""
         return max(0, self._admitted - self.running)
-
-    @property
-    def cache_usage(self) -> float:
-        """Share of the caches' rows that running sequences take, from 0 to 1."""
-        return self.core.scheduler.cache_usage
 
     @property
     def failed(self) -> bool:
@@ -207,8 +193,7 @@ class AsyncLLM(Client):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
     ) -> Submission:
-        """Hand a request to the worker: the submission yields each new part of its output, or awaits the finished one
-        with `result`. Call on a running event loop. `chat_template_kwargs` and `tools` are as for
+        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` and `tools` are as for
         `LLM.generate`, `on_round` is as for `LLM.stream`: it is called on the worker thread, and must be quick.
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
@@ -227,26 +212,20 @@ class AsyncLLM(Client):
                 raise UsageError(f"request id {request.request_id!r} is already in use; choose another")
             self._active[request.request_id] = submission
             self._admitted += params.n
-            self._commands.append(lambda: self.core.add(request))
-            self._wake.notify()
+            self._command(lambda: self.core.add(request))
         return submission
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request by its id: it finishes with reason "abort". Does nothing for an unknown or finished one."""
         self._check_process()
-        with self._wake:
-            submission = self._active.get(request_id)
-        if submission is not None:
+        if (submission := self._active.get(request_id)) is not None:
             self._command(partial(self._cancel, submission.request))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix: requests submitted later compute their whole prompts. Running ones are not
-        affected. Raises EngineError after shutdown or failure."""
+        """Forget every cached prefix, as `LLM.reset_prefix_cache`. Raises EngineError after shutdown or failure."""
         self._check_process()
-        with self._wake:
-            self._check_alive()
-            self._commands.append(self.core.scheduler.reset_prefix_cache)
-            self._wake.notify()
+        self._check_alive()
+        self._command(self.core.scheduler.reset_prefix_cache)
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
@@ -255,19 +234,14 @@ class AsyncLLM(Client):
             await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
-        """Cancel everything, stop the worker and release the engine. Unfinished requests end with reason "abort".
-
-        Does nothing in a forked process: worker and engine belong to the parent.
-        """
+        """Cancel everything, stop the worker and release the engine. Does nothing in a forked process."""
         if self._forked:
             return
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._worker.join()
-        if not self._closed:
-            self._closed = True
-            self.core.close()
+        self.core.close()
 
     def _check_alive(self) -> None:
         if self.failure is not None:
@@ -279,7 +253,7 @@ class AsyncLLM(Client):
         self._check_alive()
         if self.max_waiting is None:
             return
-        room = self.core.scheduler.slots + self.max_waiting
+        room = self.slots + self.max_waiting
         if sequences > room:
             raise UsageError(f"n {sequences} is more than the {room} sequences that may run or wait here; lower it")
         if self._admitted + sequences > room:
@@ -305,13 +279,12 @@ class AsyncLLM(Client):
         """Run the queued commands and one step, and deliver; returns False when the worker must end."""
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self.core.scheduler.busy or self._closing)
-            commands, self._commands = self._commands, deque()
-            closing, active = self._closing, list(self._active.values()) if self._closing else []
+            commands, self._commands = self._commands, []
+            closing = self._closing
         for command in commands:
             command()
-        if closing:
-            for submission in active:
-                self._cancel(submission.request)
+        for submission in [*self._active.values()] if closing else ():
+            self._cancel(submission.request)
         advanced = [] if closing else self.core.scheduler.step()
         self._deliver(advanced + self._cancelled)
         return not closing
@@ -321,7 +294,7 @@ class AsyncLLM(Client):
         self.core.cancel(request)
 
     def _deliver(self, sequences: list[Sequence]) -> None:
-        """Count those that have ended, and call the readers of all. The step has freed the slots of finished ones."""
+        """Count those that have ended, and call the readers of all."""
         self._cancelled = []
         called: dict[Any, list[Submission]] = {}
         for s in sequences:
@@ -344,8 +317,7 @@ class AsyncLLM(Client):
                     self._command(partial(self._cancel, submission.request))
 
     def _count_ended(self, sequence: Sequence) -> None:
-        """Count a sequence that has ended, and forget its request if all have. Where one failed the others are
-        cancelled."""
+        """Forget a sequence's request when all of it have ended. Where one failed the others are cancelled."""
         submission: Submission = sequence.owner
         request = submission.request
         if sequence.error is not None:
@@ -355,10 +327,9 @@ class AsyncLLM(Client):
             if not request.finished or self._active.get(request.request_id) is not submission:
                 return
             del self._active[request.request_id]
-        if self._on_finished is None:
-            return
         try:
-            self._on_finished(request)
+            if self._on_finished is not None:
+                self._on_finished(request)
         except BaseException:  # SystemExit too: this thread serves all requests
             _log.exception("on_finished failed for request %r", request.request_id)
 

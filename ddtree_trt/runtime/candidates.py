@@ -1,11 +1,9 @@
 """The candidates a drafter states for the tokens behind the bonus token, as rows: the children of a node.
 
 A row has K candidates, the most probable first, with log-probabilities given the path above them. Row 0 is the root's.
-Where a candidate's children are, depends on the kind of record: the next position's row (`Marginals`), a row it names
-(`LinkedRows`), or a row of its own that is computed from a bilinear form (`Bilinear`).
-
-The best-first heap over a record runs in C++ (`best_first`). Other ways to make a tree ask for rows by their index
-(`child_log_probs`), all of a depth at once.
+A candidate's children are the next position's row (`Marginals`), a row it names (`LinkedRows`), or a row of its own,
+computed from a bilinear form (`Bilinear`). The best-first heap over a record runs in C++ (`best_first`); other ways to
+make a tree ask for rows by their index (`child_log_probs`).
 """
 
 from dataclasses import dataclass
@@ -42,8 +40,7 @@ class Marginals:
 
     def best_first(self, budget: int, max_depth: int | None = None, width: int | None = None) -> Nodes:
         """The `budget` most probable prefixes of at most `max_depth` tokens, each among the `width` first of its row,
-        in the order the heap pops them. Raises ValueError for shapes that differ, a row that does not fall, NaN or
-        +inf."""
+        as the heap pops them. Raises ValueError for shapes that differ, a row that does not fall, NaN or +inf."""
         return _native.build_tree(_floats(self.log_probs), _ints(self.token_ids), budget, max_depth, width)
 
     def child_log_probs(self, rows: ArrayLike) -> Children:

@@ -1,7 +1,4 @@
-"""The engine core: an engine with the codec, request maker and scheduler that serve its requests.
-
-`LLM`, `AsyncLLM` and `bench` drive the same core and differ in who calls it, and when.
-"""
+"""The engine core, which `LLM`, `AsyncLLM` and `bench` drive: an engine, its codec, request maker and scheduler."""
 
 import os
 import weakref
@@ -15,7 +12,7 @@ from ddtree_trt.records import with_fields
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
-from ddtree_trt.runtime.decoding.routing import check_mode
+from ddtree_trt.runtime.decoding.routing import engine_host_reason, refuse_on
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
 from ddtree_trt.runtime.engines.profile import load_or_measure, store
@@ -50,10 +47,6 @@ class EngineCore:
         self._save()
         self.engine.close()
 
-    @cached_property
-    def chat_format(self) -> ChatFormat:
-        return ChatFormat(self.codec)
-
     def add(self, request: Request) -> None:
         """Hand a request to the scheduler, except for sequences that were cancelled before."""
         for sequence in request.sequences:
@@ -66,8 +59,7 @@ class EngineCore:
                 self.scheduler.cancel(sequence)
 
     def run(self, requests: list[Request], progress: Progress = no_progress) -> None:
-        """Step until all requests are finished, of which `progress` gets the number. Where a step raises, the
-        unfinished ones are cancelled."""
+        """Step until all requests are finished, which `progress` counts; where a step raises, cancel the others."""
         try:
             for request in requests:
                 self.add(request)
@@ -85,8 +77,7 @@ class Client:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.engine = core.engine
-        self.codec = core.codec
+        self.engine, self.codec = core.engine, core.codec
         self._pid = os.getpid()
 
     @property
@@ -94,15 +85,14 @@ class Client:
         """The transformers tokenizer."""
         return self.codec.tokenizer
 
-    @property
+    @cached_property
     def chat_format(self) -> ChatFormat:
         """How this engine's chats write reasoning and calls of tools."""
-        return self.core.chat_format
+        return ChatFormat(self.codec)
 
     @property
     def _forked(self) -> bool:
-        """Whether this process is another than the one that loaded the engine, whose threads and device do not survive
-        a fork."""
+        """Whether this is another process than the one that loaded the engine."""
         return os.getpid() != self._pid
 
     def _check_process(self) -> None:
@@ -124,32 +114,28 @@ def open_core(
     directory: Path,
     options: EngineOptions | None = None,
     *,
+    engine: Engine | None = None,
     warm: bool = True,
     progress: Progress = no_progress,
     **fields: Any,
 ) -> EngineCore:
-    """Open the engine in `directory` and assemble its core. Arguments and errors are those of `open_engine`; also
-    raises UsageError where the engine has no rounds on the device and `device_rounds` is on."""
-    options = with_fields(EngineOptions, options, fields)
-    engine = open_engine(directory, options, warm=warm, progress=progress)
-    with closed_on_failure(engine):
-        return assemble_core(directory, engine, options, progress=progress)
-
-
-def assemble_core(
-    directory: Path, engine: Engine, options: EngineOptions = DEFAULTS, *, progress: Progress = no_progress
-) -> EngineCore:
-    """The core of an open engine, whose directory holds the tokenizer and the latency profile.
+    """Open the engine in `directory` and assemble its core. Of an `engine` that is open already the directory needs to
+    hold the tokenizer only. Other arguments and errors are those of `open_engine`; also raises UsageError where the
+    engine has no rounds on the device and `device_rounds` is on.
 
     Latencies are measured here, for some seconds, where the profile of this machine is missing: automatic budgets need
     the costs from the first round on, and slot 0, which is measured, must be free.
     """
-    check_mode(options.device_rounds, engine)  # before the measurement, which takes seconds
-    codec = TextCodec(directory, engine.manifest.chat_template_args)
-    manifest, latencies = engine.manifest, load_or_measure(directory, engine, progress)
-    max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
-    # Of a drafted block the depths are weighed that a larger tree would reach.
-    depth = kind.longest_draft if kind.drafts == "block" else min(max_nodes, kind.longest_draft)
-    nodes = depth if kind.drafts == "tokens" else max_nodes
-    budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, kind.drafts)
-    return EngineCore(engine, codec, budgets, options, directory=directory)
+    options = with_fields(EngineOptions, options, fields)
+    engine = engine or open_engine(directory, options, warm=warm, progress=progress)
+    manifest = engine.manifest
+    with closed_on_failure(engine):
+        refuse_on(options.device_rounds, engine_host_reason(manifest))  # before the measurement
+        codec = TextCodec(directory, manifest.chat_template_args)
+        latencies = load_or_measure(directory, engine, progress)
+        max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
+        # Of a drafted block the depths are weighed that a larger tree would reach.
+        depth = kind.longest_draft if kind.drafts == "block" else min(max_nodes, kind.longest_draft)
+        nodes = depth if kind.drafts == "tokens" else max_nodes
+        budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, kind.drafts)
+        return EngineCore(engine, codec, budgets, options, directory=directory)

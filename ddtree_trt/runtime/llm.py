@@ -51,8 +51,7 @@ class LLM(Client):
         super().__init__(open_core(Path(engine_dir), options, progress=progress, **fields))
         self._lock = threading.Lock()  # held while the engine works
         self._left: deque[Request] = deque()  # of streams that were closed, perhaps while it did
-        self._closed = False
-        self._warned = False
+        self._closed = self._warned = False
 
     def generate(
         self,
@@ -65,11 +64,11 @@ class LLM(Client):
     ) -> list[RequestOutput]:
         """Complete one prompt or many together; results come in the prompts' order.
 
-        A prompt is text, a list of token ids, or a list of chat messages. `chat_template_kwargs` are variables of the
-        chat template, as `{"enable_thinking": False}`, over those that the engine was built with, for prompts of chat
-        messages; `tools` are what the model may call there, as OpenAI's API has them, and `chat_format.messages` reads
-        its calls from an output. `use_tqdm` draws a bar of the prompts where stderr is a terminal, or is what makes
-        the bar, as `tqdm.notebook.tqdm`.
+        A prompt is text, a list of token ids, or a list of chat messages, for which `chat_template_kwargs` are
+        variables of the template, as `{"enable_thinking": False}`, over those that the engine was built with, and
+        `tools` what the model may call, as OpenAI's API has them; `chat_format.messages` reads its calls from an
+        output. `use_tqdm` draws a bar of the prompts where stderr is a terminal, or is what makes the bar, as
+        `tqdm.notebook.tqdm`.
 
         A completion whose constraint cannot be kept while it runs ends with `finish_reason` "error" and says why in
         `error`; the others are not affected. The first output that the default of `max_tokens` cuts is warned of.
@@ -77,16 +76,22 @@ class LLM(Client):
         """
         make = partial(self.core.maker.make, chat_template_kwargs=chat_template_kwargs, tools=tools)
 
-        def work(progress: Progress) -> list[Request]:
+        def work() -> list[Request]:
             requests = [make(prompt, params) for prompt, params in _pairs(prompts, sampling_params)]
-            self.core.run(requests, progress)
+            with _bar(use_tqdm, len(requests)) as progress:
+                self.core.run(requests, progress)
             return requests
 
-        with _bar(use_tqdm) as progress:
-            requests = self._call(lambda: work(progress))
+        requests = self._call(work)
         for request in requests:
             request.raise_error(but=UsageError)
-        self._warn_of_cut(requests)
+        cut = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
+        if cut and not self._warned:
+            self._warned = True
+            _log.warning(
+                "an output was cut at %d tokens, the default where max_tokens is not given; give it for longer ones",
+                cut[0].max_tokens,
+            )
         return [request.output() for request in requests]
 
     def chat(
@@ -113,16 +118,6 @@ class LLM(Client):
         """`tokenizer`, by vLLM's name."""
         return self.tokenizer
 
-    def _warn_of_cut(self, requests: list[Request]) -> None:
-        """Warn, once, of an output that ended at a limit nobody gave."""
-        cut = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
-        if cut and not self._warned:
-            self._warned = True
-            _log.warning(
-                "an output was cut at %d tokens, the default where max_tokens is not given; give it for longer ones",
-                cut[0].max_tokens,
-            )
-
     def stream(
         self,
         prompt: Prompt,
@@ -132,11 +127,11 @@ class LLM(Client):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """A generator of the new output after each round; the parts' texts joined are the whole text.
+        """A generator of the new output after each round; the parts' texts joined are the whole text. A wrong call
+        raises here, as in `generate`, not at the first part.
 
         Several streams may be read alternately. Closing or dropping one cancels its request. `on_round` is called with
-        every verified tree; `chat_template_kwargs` and `tools` are as for `generate`. A wrong call raises here, as in
-        `generate`, not at the first part.
+        every verified tree; `chat_template_kwargs` and `tools` are as for `generate`.
         """
         params = sampling_params or SamplingParams()
         make = partial(self.core.maker.make, on_round=on_round, chat_template_kwargs=chat_template_kwargs, tools=tools)
@@ -173,8 +168,7 @@ class LLM(Client):
         if self._closed:
             raise UsageError("this LLM is closed; make another one")
         self._check_free()
-        # By `with`, which an interrupt cannot leave between acquiring and releasing. Of two threads that both found the
-        # lock free, the second one waits.
+        # By `with`, which an interrupt cannot leave between acquiring and releasing.
         with self._lock:
             try:
                 self._cancel_left()
@@ -195,8 +189,7 @@ class LLM(Client):
             self.core.cancel(self._left.popleft())
 
     def close(self) -> None:
-        """Release the engine. Open streams end with an error; a second call, or one in a forked process, does nothing.
-        Raises UsageError while a call is running."""
+        """Release the engine; open streams end with an error. Raises UsageError while a call is running."""
         if self._closed or self._forked:
             return
         self._check_free()
@@ -223,22 +216,12 @@ def _pairs(
 
 
 @contextmanager
-def _bar(use_tqdm: bool | Callable[..., Any]) -> Iterator[Progress]:
-    """A `Progress` that draws a bar from its first call on, as `use_tqdm` of `LLM.generate` says."""
+def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Progress]:
+    """A `Progress` that draws a bar of so many prompts, as `use_tqdm` of `LLM.generate` says."""
     if not (callable(use_tqdm) or (use_tqdm and sys.stderr.isatty())):
         yield no_progress
         return
     from tqdm import tqdm
 
-    bars: list[Any] = []
-
-    def show(stage: str, done: int, total: int, /) -> None:
-        if not bars:
-            bars.append((use_tqdm if callable(use_tqdm) else tqdm)(total=total, desc="prompts"))
-        bars[0].update(done - bars[0].n)
-
-    try:
-        yield show
-    finally:
-        for bar in bars:
-            bar.close()
+    with (use_tqdm if callable(use_tqdm) else tqdm)(total=total, desc="prompts") as bar:
+        yield lambda stage, done, total: bar.update(done - bar.n)

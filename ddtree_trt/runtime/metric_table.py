@@ -1,7 +1,7 @@
 """The metrics that the HTTP server and the Triton model publish, each in one row.
 
-A figure that vLLM publishes has vLLM's name and meaning, any other one a name with the prefix `ddtree_`. The HTTP
-server counts a request when it has ended, the Triton model counts tokens while they arrive.
+A figure that vLLM publishes has vLLM's name and meaning, any other one a name with the prefix `ddtree_`. A request is
+counted when it has ended.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ class MetricSpec:
     name: str  # as Prometheus shows it
     text: str
     figure: str  # the attribute that has it: of RequestMetrics, or of AsyncLLM for a gauge
-    triton: bool = False  # published by the Triton model too; where `http` is False, by it alone
-    http: bool = True
+    triton: bool = False  # published by the Triton model too
     of_prompt: bool = False  # common to a request's sequences, so counted for one of them
     unit: Unit = "seconds"  # of a histogram: decides its bounds
 
@@ -68,11 +67,7 @@ COUNTERS = (
 )
 # A counter for each position of a draft, from 0, in the label `position`.
 POSITIONS = _each(
-    (
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        "Rounds that accepted a draft token at this position.",
-        "accepted_by_position",
-    )
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "Rounds that accepted here.", "accepted_by_position")
 )
 # To which each sequence adds its observations when it has ended.
 HISTOGRAMS = (
@@ -82,10 +77,8 @@ HISTOGRAMS = (
         ("vllm:request_queue_time_seconds", "From submission to getting a slot.", "queue_time_s"),
         triton=True,
     ),
-    MetricSpec(
-        "vllm:request_time_per_output_token_seconds",
-        "Mean of a sequence, after the first token.",
-        "time_per_output_token_s",
+    *_each(
+        ("vllm:request_time_per_output_token_seconds", "Mean after the first token.", "time_per_output_token_s"),
         triton=True,
         unit="seconds per token",
     ),
@@ -106,19 +99,11 @@ HISTOGRAMS = (
     *_each(("ddtree_acceptance_length", "Tokens committed per round.", "acceptance_lengths"), unit="tokens of a round"),
 )
 # The engine's state, read at each scrape.
-GAUGES = (
-    *_each(
-        ("vllm:num_requests_running", "Sequences that hold a slot.", "running"),
-        ("vllm:num_requests_waiting", "Sequences that wait for a slot.", "waiting"),
-        ("ddtree_slots", "Sequences that can run at a time.", "slots"),
-        ("vllm:kv_cache_usage_perc", "Share of the caches' rows that running sequences take.", "cache_usage"),
-        triton=True,
-    ),
-    MetricSpec(
-        "ddtree_engine_failed",
-        "1 when the engine stopped for good and the model must be reloaded.",
-        "failed",
-        triton=True,
-        http=False,
-    ),
+GAUGES = _each(
+    ("vllm:num_requests_running", "Sequences that hold a slot.", "running"),
+    ("vllm:num_requests_waiting", "Sequences that wait for a slot.", "waiting"),
+    ("ddtree_slots", "Sequences that can run at a time.", "slots"),
+    ("vllm:kv_cache_usage_perc", "Share of the caches' rows that sequences take.", "core.scheduler.cache_usage"),
+    ("ddtree_engine_failed", "1 when the engine stopped for good: start it anew.", "failed"),
+    triton=True,
 )

@@ -19,16 +19,15 @@ class EngineOptions:
 
     Attributes:
         threads: CPU threads of the engine; 0 chooses automatically.
-        tensor_parallel_size: over how many GPUs the target is split, each with a process; without a GPU, over how many
-            processes. Needs a script whose work is under `if __name__ == "__main__":`, because the other processes
-            import it.
+        tensor_parallel_size: GPUs over which the target is split, each with a process; without a GPU, processes. Needs
+            a script whose work is under `if __name__ == "__main__":`, because the other processes import it.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve; `on`:
             refuse other requests; `off`: never. `metrics` of an output have the choice and its reason.
         fp8: weights in FP8, e4m3 with a scale for each row, made when the engine is opened: those of a DFlash
             `drafter`, which changes no text, or with `on` the target's too, which changes it as int8 does. On a GPU
             from compute capability 8.9 on, in bf16 or fp16.
-        exact_stage_times: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take
-            longer. Without it, work that a stage leaves on the GPU is timed in the next one that waits.
+        exact_stage_times: exact times of the stages in `metrics.stage_s`, for which each waits for the GPU; without it,
+            work that a stage leaves on the GPU is timed in the next one that waits.
     """
 
     threads: int = option(0, "CPU threads; 0 chooses.", within=(0, 1024))
@@ -51,13 +50,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check(self)
         if self.ranks > 1 and self.device_rounds == "on":
-            raise UsageError(
-                "device_rounds is on, but a target that is split has rounds on the host only; use auto or off"
-            )
+            raise UsageError("device_rounds is on, but a split target has rounds on the host only; use auto or off")
         if self.ranks > 1 and self.fp8 != "off":
-            raise UsageError(
-                f"fp8 is {self.fp8!r}, but the weights of a target that is split are not quantised; use off"
-            )
+            raise UsageError(f"fp8 is {self.fp8!r}, but the weights of a split target are not quantised; use off")
 
     @property
     def ranks(self) -> int:

@@ -19,20 +19,17 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or stop string met; None for an end-of-text token
     error: str | None = None  # why it ended with "error": what its constraint came to while it ran
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
-    cumulative_logprob: float | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of `logprobs`."""
+        return None if self.logprobs is None else sum(t.logprob for t in self.logprobs)
 
     def joined(self, later: CompletionOutput) -> CompletionOutput:
         """This part of a stream joined with the next one."""
-        logprobs, cumulative = self.logprobs, self.cumulative_logprob
-        if logprobs is not None and later.logprobs is not None:
-            logprobs = logprobs + later.logprobs
-            cumulative = sum(t.logprob for t in logprobs)
+        logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or [])
         return replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=logprobs,
-            cumulative_logprob=cumulative,
+            later, text=self.text + later.text, token_ids=self.token_ids + later.token_ids, logprobs=logprobs
         )
 
 

@@ -1,7 +1,7 @@
 """SamplingParams, the sampling parameters of one request, and the table `PARAMETERS` with a row for each of its fields.
 
-Every interface is generated from the fields: those of HTTP bodies, Triton's input tensors, the options of the command
-line, and the table in `docs/generation.md`. Routing to rounds on the device reads them too.
+Every interface is generated from the fields: those of HTTP bodies, the types of Triton's tensors, the options of the
+command line, and the table in `docs/generation.md`. Routing to rounds on the device reads them too.
 """
 
 import dataclasses
@@ -27,32 +27,20 @@ BOTH: Mapping[Endpoint, str] = {"chat": "", "completions": ""}
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """What is stated of a field beside its type and default.
+    """What is stated of a field beside its type and default."""
 
-    Attributes:
-        help: one sentence for the command line and the documentation.
-        more: further sentences for the documentation.
-        device: when rounds on the device honour it or are not concerned by it: always, only in greedy requests (whose
-            choices it does not affect), or never. Where they do not honour it, any value but the default sends the
-            request to rounds on the host.
-        http: the endpoints that take it, with the name of the body's field; "" is the parameter's name.
-        tensors: input tensors of Triton's `trtllm` layout that set it. Both layouts take every parameter under its
-            name in `sampling_parameters`.
-        metavar: placeholder of the value in the help of the command line's option; None: the command has no option.
-        name, default, annotation: the field's.
-        type: of its values, without None and "auto": int, float, bool, str, a tuple, a dictionary or StructuredOutput.
-    """
-
-    help: str
-    more: str = ""
+    help: str  # one sentence for the command line and the documentation
+    more: str = ""  # further sentences for the documentation
+    # When rounds on the device honour it or are not concerned by it, as greedy ones by filters of draws. Else any value
+    # but the default sends the request to rounds on the host.
     device: Literal["always", "greedy", "never"] = "never"
+    # The endpoints that take it, with the name of the body's field; "" is the parameter's name.
     http: Mapping[Endpoint, str] = dataclasses.field(default_factory=lambda: BOTH)
-    tensors: tuple[str, ...] = ()
-    metavar: str | None = None
+    metavar: str | None = None  # placeholder in the help of the command line's option; None: it has no option
     name: str = ""
     default: Any = None
     annotation: Any = None
-    type: Any = None
+    type: Any = None  # of its values, without None and "auto"
 
     @property
     def bounds(self) -> Between | None:
@@ -110,35 +98,27 @@ class SamplingParams:
     `top_p` and `min_p`, in this order. Every value is checked on construction; UsageError names the one at fault.
     """
 
-    n: Annotated[int, Between(1, 64)] = parameter(
-        1, "Completions of one prompt.", device="always", tensors=("num_return_sequences",)
-    )
+    n: Annotated[int, Between(1, 64)] = parameter(1, "Completions of one prompt.", device="always")
     max_tokens: Positive | None = parameter(
         None,
         "Most tokens to generate.",
         "More than the prompt leaves of the engine's `max_seq_len` is refused. Unless given: "
         f"{DEFAULT_MAX_TOKENS}, or as many as fit.",
         device="always",
-        tensors=("max_tokens",),
         metavar="N",
     )
     min_tokens: Count = parameter(
-        0,
-        "Bans stop tokens and ignores stop strings until reached, but where a constraint allows only the end.",
-        tensors=("min_tokens", "min_length"),
+        0, "Bans stop tokens and ignores stop strings until reached, but where a constraint allows only the end."
     )
     temperature: Annotated[float, Between(0, 100), After(_temperature)] = parameter(
-        0.0, "0 is greedy.", device="always", tensors=("temperature",), metavar="T"
+        0.0, "0 is greedy.", device="always", metavar="T"
     )
-    top_k: Count = parameter(
-        0, "Sample among the K most probable.", "0 is all of them.", device="greedy", tensors=("top_k",), metavar="K"
-    )
+    top_k: Count = parameter(0, "Sample among the K most probable.", "0 is all of them.", device="greedy", metavar="K")
     top_p: Annotated[Share, After(_top_p)] = parameter(
         1.0,
         "Sample within this mass.",
         "0 is refused: `temperature` makes a request greedy.",
         device="greedy",
-        tensors=("top_p",),
         metavar="P",
     )
     min_p: Share = parameter(0.0, "Drop tokens below this share of the best.", device="greedy", metavar="P")
@@ -147,10 +127,9 @@ class SamplingParams:
         "Makes sampling repeatable.",
         "Requests are independent of each other either way.",
         device="always",
-        tensors=("seed",),
         metavar="N",
     )
-    stop: Texts = parameter((), "End before this text.", device="always", tensors=("stop_words",), metavar="TEXT")
+    stop: Texts = parameter((), "End before this text.", device="always", metavar="TEXT")
     stop_token_ids: TokenIds = parameter((), "Token ids that end the output.", device="always")
     include_stop_str_in_output: bool = parameter(False, "Keep the stop string in the text.", device="always")
     ignore_eos: bool = parameter(False, "Go on past the model's own end.", device="always", metavar="")
@@ -165,14 +144,10 @@ class SamplingParams:
     )
     # Logits are divided by it: a smaller one overflows float32.
     repetition_penalty: Annotated[float, Between(0.01, 100)] = parameter(
-        1.0, "Over prompt and output; above 1 discourages what they hold.", tensors=("repetition_penalty",)
+        1.0, "Over prompt and output; above 1 discourages what they hold."
     )
-    presence_penalty: Penalty = parameter(
-        0.0, "Over the output: taken from the logit of every token in it.", tensors=("presence_penalty",)
-    )
-    frequency_penalty: Penalty = parameter(
-        0.0, "Over the output: taken from a token's logit for each time it occurs.", tensors=("frequency_penalty",)
-    )
+    presence_penalty: Penalty = parameter(0.0, "Over the output: taken from the logit of every token in it.")
+    frequency_penalty: Penalty = parameter(0.0, "Over the output: taken from a token's logit for each time it occurs.")
     logit_bias: Biases = parameter(dict, "Token id → number added to its logit.")
     echo: bool = parameter(
         False,
@@ -216,7 +191,6 @@ class SamplingParams:
         "makes most tokens per second, single tokens where drafting does not pay; it is the whole block for `dflash` "
         "and `dflash-sample`.",
         device="always",
-        tensors=("num_draft_tokens",),
         metavar="N|auto",
     )
 

@@ -12,7 +12,7 @@ from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
-from ddtree_trt.runtime.decoding.routing import Route, choose_route
+from ddtree_trt.runtime.decoding.routing import request_host_reason
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.options import DeviceRoundsMode
@@ -60,8 +60,7 @@ class Request:
         return self._output([s.output_so_far() for s in self.sequences], self.released)
 
     def take(self) -> RequestOutput | None:
-        """The output since the last call, or None when nothing can be shown yet. Any thread may call it, one at a
-        time."""
+        """The output since the last call, or None when nothing is new. Any thread may call it, one at a time."""
         parts = [p for s in self.sequences if (p := s.take()) is not None]
         return self._output(parts, all(s.shown_end for s in self.sequences)) if parts else None
 
@@ -88,10 +87,8 @@ class RequestMaker:
     ) -> None:
         """`budgets`: the state that automatic budgets of all requests share."""
         self.device_rounds = device_rounds
-        self._codec = codec
-        self._engine = engine
-        self._manifest = engine.manifest
-        self._budgets = budgets
+        self._codec, self._budgets = codec, budgets
+        self._engine, self._manifest = engine, engine.manifest
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -119,45 +116,68 @@ class RequestMaker:
                 f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
                 "SamplingParams.from_mapping"
             )
-        ids = self._codec.encode(prompt, chat_template_kwargs, tools)
+        manifest, codec = self._manifest, self._codec
+        ids = codec.encode(prompt, chat_template_kwargs, tools)
         if tools:
-            kept = {*params.keep_special_tokens, *self._codec.special_tokens(MARKS)}
+            kept = {*params.keep_special_tokens, *codec.special_tokens(MARKS)}
             params = replace(params, keep_special_tokens=tuple(sorted(kept)))
-        params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind).name)
-        self._check(ids, params)
+        params = replace(params, method=resolve_method(params.method, manifest.drafter_kind).name)
+        eos_ids = frozenset(() if params.ignore_eos else manifest.stop_token_ids)
+        ending = eos_ids | set(params.stop_token_ids)  # the tokens that end the text, which min_tokens bans
+        self._check(ids, params, ending)
         mode = device_rounds or self.device_rounds
-        route = choose_route(mode, self._engine, params, watched=on_round is not None)
-        text = prompt if isinstance(prompt, str) else None
-        echo = ""
+        why_host = request_host_reason(mode, self._engine, params, watched=on_round is not None)
+        text, echo = prompt if isinstance(prompt, str) else None, ""
         if params.echo:
-            echo = text or self._codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        sequences = [self._sequence(i, ids, params, echo, route) for i in range(params.n)]
-        for sequence in sequences:
-            sequence.on_round = on_round
+            echo = text or codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        sequences = []
+        for index in range(params.n):
+            matcher = None if params.structured is None else self.grammars.prepare(params.structured, ending)
+            stream = TextStream(
+                codec,
+                params.stop,
+                skip_special_tokens=params.skip_special_tokens,
+                keep_special_tokens=frozenset(params.keep_special_tokens),
+                keep_stop=params.include_stop_str_in_output,
+            )
+            sequence = Sequence(
+                index=index,
+                prompt=ids,
+                params=params,
+                eos_ids=eos_ids,
+                capacity=manifest.limits.max_seq_len,
+                sampler=Sampler(params, manifest.target_dims.vocab_size, ids, ending, index, matcher),
+                stream=stream,
+                budget=self._budget(params),
+                why_host=why_host,
+                on_round=on_round,
+                echo=echo,
+            )
+            sequences.append(sequence)
         return Request(request_id or f"req-{uuid4().hex}", text, ids, params, sequences)
 
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
+    def _check(self, ids: list[int], params: SamplingParams, ending: frozenset[int]) -> None:
         limits, vocab = self._manifest.limits, self._manifest.target_dims.vocab_size
         if not ids:
             raise UsageError("the prompt has no tokens; give at least one")
-        if len(ids) >= limits.max_seq_len:
+        room = limits.max_seq_len - len(ids)
+        if room <= 0:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
-        room = limits.max_seq_len - len(ids)
-        for name in ("max_tokens", "min_tokens"):
-            if (getattr(params, name) or 0) > room:
+        for name, wanted in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
+            if wanted > room:
                 raise UsageError(
-                    f"{name} {getattr(params, name)} does not fit: the prompt leaves {room} of this engine's "
-                    f"{limits.max_seq_len} tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
+                    f"{name} {wanted} does not fit: the prompt leaves {room} of this engine's {limits.max_seq_len} "
+                    "tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
                 )
         named = {"the prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias}
         for name, tokens in named.items():
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
                 out = next(t for t in tokens if not 0 <= t < vocab)
                 raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
-        if len(self._ending_tokens(params)) >= vocab:
+        if len(ending) >= vocab:
             raise UsageError(
                 f"stop_token_ids name the whole vocabulary of {vocab}, so no text could be written; name fewer"
             )
@@ -166,36 +186,6 @@ class RequestMaker:
                 f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
                 "lower it or rebuild with a larger --max-tree-budget"
             )
-
-    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, route: Route) -> Sequence:
-        stream = TextStream(
-            self._codec,
-            params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-            keep_special_tokens=frozenset(params.keep_special_tokens),
-            keep_stop=params.include_stop_str_in_output,
-        )
-        ending = self._ending_tokens(params)
-        matcher = None if params.structured is None else self.grammars.prepare(params.structured, ending)
-        return Sequence(
-            index=index,
-            prompt=ids,
-            params=params,
-            eos_ids=self._eos_ids(params),
-            capacity=self._manifest.limits.max_seq_len,
-            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, ending, index, matcher),
-            stream=stream,
-            budget=self._budget(params),
-            route=route,
-            echo=echo,
-        )
-
-    def _eos_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
-
-    def _ending_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end the text, which min_tokens bans."""
-        return self._eos_ids(params) | set(params.stop_token_ids)
 
     def _budget(self, params: SamplingParams) -> Budget:
         method = METHODS[params.method]

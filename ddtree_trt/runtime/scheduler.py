@@ -1,9 +1,8 @@
 """Continuous batching: assignment of slots to sequences, and the steps that advance them.
 
 A step admits waiting sequences into free slots, prefills a chunk of their prompts, and runs one decode round over all
-sequences with a complete prompt, in whose pass the chunk is where the engine can mix them. So a long prompt delays
-running sequences by one chunk per round, and a sequence that finishes or is cancelled frees its slot before the next
-step. A free slot keeps its cache: a prompt that begins with a free slot's tokens starts behind them.
+sequences with a complete prompt, in whose pass the chunk is where the engine can mix them: a long prompt delays running
+sequences by one chunk per round. A free slot keeps its cache: a prompt that begins with its tokens starts behind them.
 """
 
 import time
@@ -35,17 +34,14 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._slots = [_Slot() for _ in range(engine.manifest.limits.max_batch)]
+        self.slots = engine.manifest.limits.max_batch
+        self._slots = [_Slot() for _ in range(self.slots)]
         self.clock = StageClock(engine.synchronize if profile else None)
         self._steps = 0
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
-
-    @property
-    def slots(self) -> int:
-        return len(self._slots)
 
     @property
     def free_slots(self) -> int:
@@ -69,10 +65,7 @@ class Scheduler:
         self._sweep()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cache: no sequence admitted later starts behind tokens of an earlier one.
-
-        Running sequences are not affected; their caches are forgotten when they end.
-        """
+        """Forget every cache; those of running sequences, which are not affected, when they end."""
         for index, slot in enumerate(self._slots):
             if slot.user is None:
                 self.engine.truncate(index, 0)
@@ -125,8 +118,7 @@ class Scheduler:
         return len(sequence.prompt) - self.engine.length(sequence.slot)
 
     def _guard(self, running: list[Sequence], reading: list[Sequence], work: Callable[[], None]) -> list[Sequence]:
-        """Run `work` for sequences that run and others whose prompts it reads; returns all of them. An exception ends
-        these sequences, and no others, and empties their slots."""
+        """Run `work` for sequences that run or whose prompts it reads; returns them. An exception ends them alone."""
         sequences = [*running, *reading]
         try:
             work()
@@ -141,9 +133,8 @@ class Scheduler:
                 raise
         seconds = [(stage, spent) for stage, spent in self.clock.take().items() if spent]
         for s in running:
-            stages = s.metrics.stage_s
             for stage, spent in seconds:
-                stages[stage] += spent
+                s.metrics.stage_s[stage] += spent
         for s in reading:
             s.metrics.stage_s["prefill"] += sum([spent for _, spent in seconds])
         return sequences
@@ -187,8 +178,7 @@ class Scheduler:
         return self.engine.restorable(index, min(kept, len(sequence.prompt) - 1))
 
     def _sweep(self) -> None:
-        """Let sequences run that have their first token, take finished ones out of every queue and free their slots,
-        which keep their caches."""
+        """Let sequences run that have their first token; free the slots of finished ones, which keep their caches."""
         both = [s for s in (*self.running, *self.prefilling) if s.finish_reason is None]
         self.running, self.prefilling = [s for s in both if s.output], deque([s for s in both if not s.output])
         for index, slot in enumerate(self._slots):

@@ -11,7 +11,6 @@ from typing import Any
 
 from ddtree_trt.runtime.decoding.budget.policy import Budget
 from ddtree_trt.runtime.decoding.methods import METHODS, Method
-from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Row, Sampler, TokenLogprob, logprob
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -31,7 +30,7 @@ class Sequence:
     sampler: Sampler
     stream: TextStream
     budget: Budget
-    route: Route  # one for the whole request; the metrics copy it
+    why_host: str | None  # why its rounds run on the host; None where they stay on the device
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     slot: int | None = None
     output: list[int] = field(default_factory=list)
@@ -59,8 +58,8 @@ class Sequence:
         self.drafts = self.method.drafts and self.params.tree_budget != 0
         self._ends = self.eos_ids | set(self.params.stop_token_ids)
         self.metrics.prompt_tokens = len(self.prompt)
-        self.metrics.on_device = self.on_device = self.route.on_device
-        self.metrics.why_host = self.route.host_reason
+        self.metrics.on_device = self.on_device = self.why_host is None
+        self.metrics.why_host = self.why_host
         self.max_tokens = min(self.params.wanted_tokens, self.capacity - len(self.prompt))
 
     @property
@@ -73,8 +72,7 @@ class Sequence:
         return self.finish_reason is None
 
     def extend(self, tokens: list[int], rows: Iterable[Row] | None = None) -> int:
-        """Emit tokens until the sequence ends; returns how many were emitted. `rows`: those of logits [V] that they
-        were chosen from, of which none is read where no log-probabilities are wanted."""
+        """Emit tokens until the sequence ends; returns how many. `rows`: those of logits [V] they were chosen from."""
         params, metrics, sampler, output = self.params, self.metrics, self.sampler, self.output
         before = len(output)
         size = min(len(tokens), self.max_tokens - before)
@@ -96,9 +94,8 @@ class Sequence:
             self.stream.push(said[:early], may_stop=False)
             if stop := self.stream.push(said[early:]):
                 size, kept, self._silent, reason, why = stop.tokens - before, stop.kept, 0, "stop", stop.text
-        metrics.last_token_s = time.perf_counter()
-        if not before:
-            metrics.first_token_s = metrics.last_token_s
+        metrics.last_token_s = now = time.perf_counter()
+        metrics.first_token_s = metrics.first_token_s or now
         if params.logprobs is not None and rows is not None:
             pairs = zip(tokens[:size], rows, strict=False)
             self.logprobs += [logprob(row, token, params.logprobs) for token, row in pairs]
@@ -131,8 +128,7 @@ class Sequence:
         return self._output(self.echo, (0, 0), self._settled(self.released), self.released)
 
     def _settled(self, ended: bool) -> tuple[int, int]:
-        """Counts of characters and tokens that no later stop string can remove. Text is made here, but where stop
-        strings are looked for."""
+        """Counts of characters and tokens that no later stop string can remove."""
         stream, count = self.stream, len(self.output)
         if not self.params.stop:
             stream.push(self.output[len(stream.tokens) : count - self._silent])
@@ -145,7 +141,6 @@ class Sequence:
 
     def _output(self, echo: str, first: tuple[int, int], last: tuple[int, int], ended: bool) -> CompletionOutput:
         """The output between two counts of characters and tokens."""
-        logprobs = None if self.params.logprobs is None else self.logprobs[first[1] : last[1]]
         return CompletionOutput(
             index=self.index,
             text=echo + self.stream.text[first[0] : last[0]],
@@ -153,6 +148,5 @@ class Sequence:
             finish_reason=self.finish_reason if ended else None,
             stop_reason=self.stop_reason if ended else None,
             error=None if self.error is None else str(self.error),
-            logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else sum(t.logprob for t in logprobs),
+            logprobs=None if self.params.logprobs is None else self.logprobs[first[1] : last[1]],
         )

@@ -32,26 +32,21 @@ class StageClock:
     """Seconds spent in each stage since the last `take`. Stages do not nest."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """`synchronize` waits until the engine's device is idle, after each of the engine's stages: so their times are
-        exact. Without it, work that a stage leaves on the device is timed in the next stage that waits."""
+        """`synchronize` waits until the engine's device is idle, after each of its stages, whose times so are exact."""
         self._synchronize = synchronize
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._stage = ""
-        self._start = 0.0
 
     def __call__(self, stage: str) -> StageClock:
-        self._stage = stage
+        self._stage, self._start = stage, time.perf_counter()
         return self
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        """Its time runs already."""
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None and self._synchronize is not None and self._stage in _ENGINE_STAGES:
-                self._synchronize()
-        finally:
-            self.seconds[self._stage] += time.perf_counter() - self._start
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._synchronize is not None and self._stage in _ENGINE_STAGES:
+            self._synchronize()
+        self.seconds[self._stage] += time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:
         """The seconds of each stage since the last call."""
@@ -81,16 +76,6 @@ class AutomaticRounds:
             self.expected_s += decision.expected_s
             self.single_token_s += decision.single_token_s
 
-    @classmethod
-    def total(cls, parts: Iterable[AutomaticRounds]) -> AutomaticRounds:
-        """The sums of several; of none, zeros."""
-        return cls(*(sum(values) for values in zip(*map(astuple, parts), strict=True)))
-
-    @property
-    def expected_gain(self) -> float | None:
-        """Expected tokens per second of rounds with a draft, relative to those without; None where there were none."""
-        return self.expected_tokens / self.drafted * self.single_token_s / self.expected_s if self.drafted else None
-
 
 def _span(start: str, end: str, meaning: str) -> property:
     """Seconds from one time of a request to another; None while one of them is missing."""
@@ -104,8 +89,7 @@ def _span(start: str, end: str, meaning: str) -> property:
 
 @dataclass
 class RequestMetrics:
-    """Times and token counts of one request, and the acceptance of its drafts. Times are wall-clock seconds: a stage
-    shared by several slots counts in full for each."""
+    """Token counts, acceptance and wall-clock times; a stage shared by several slots counts in full for each."""
 
     arrival_s: float = field(default_factory=time.perf_counter)
     scheduled_s: float | None = None  # when it got a slot
@@ -130,8 +114,7 @@ class RequestMetrics:
     sequences: int = 1  # that the figures are of
 
     def add_round(self, tokens: int, nodes: int, decision: Decision | None = None) -> None:
-        """Count a round that committed `tokens` and verified `nodes` draft nodes; `decision` where the budget was
-        chosen."""
+        """Count a round that committed `tokens` and verified `nodes`; `decision` where the budget was chosen."""
         if decision is not None:
             self.automatic.add(decision, tokens)
         end, before = self.last_token_s or 0.0, self.round_end_s or self.first_token_s or 0.0
@@ -196,13 +179,9 @@ class RequestMetrics:
         return [sum(a > d for a in lengths) for d in range(1, max(lengths, default=1))]
 
     def accepted_histogram(self, longest: int) -> list[int]:
-        """Rounds that verified draft nodes, by the number of them accepted, the bonus token not counted: item j counts
-        the rounds that accepted j. It has 1 + `longest` items, or more where a round accepted more."""
-        accepted = [tokens - 1 for tokens, nodes, _ in self.history if nodes]
-        counts = [0] * (1 + max(longest, *accepted, 0))
-        for count in accepted:
-            counts[count] += 1
-        return counts
+        """How many rounds with draft nodes accepted 0, 1, … of them, up to `longest` or the most that one did."""
+        counts = Counter(tokens - 1 for tokens, nodes, _ in self.history if nodes)
+        return [counts[accepted] for accepted in range(1 + max(longest, *counts, 0))]
 
     queue_time_s = _span("arrival_s", "scheduled_s", "From the request's arrival until it got a slot.")
     prefill_time_s = _span("scheduled_s", "first_token_s", "From getting a slot to the first token.")
@@ -222,21 +201,17 @@ class RequestMetrics:
         per_token = self.time_per_output_token_s
         return 1 / per_token if per_token else None
 
-    def snapshot(self) -> RequestMetrics:
-        return replace(self, automatic=replace(self.automatic), stage_s=dict(self.stage_s))
-
     def to_dict(self) -> dict[str, object]:
         return {
             **{name: getattr(self, name) for name in _SHOWN},
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
-            "automatic": {**asdict(self.automatic), "expected_gain": self.automatic.expected_gain},
+            "automatic": asdict(self.automatic),
         }
 
 
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
-    """The metrics of a request from those of its sequences: counts are summed, times span all of them. The result is a
-    copy that later rounds do not change."""
-    parts = [part.snapshot() for part in parts]
+    """A copy of the metrics of a request's sequences in one: counts are summed, times span all of them."""
+    parts = [replace(part, automatic=replace(part.automatic), stage_s=dict(part.stage_s)) for part in parts]
     if len(parts) == 1:
         return parts[0]
 
@@ -251,6 +226,6 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         first_token_s=min(known("first_token_s"), default=None),
         last_token_s=max(known("last_token_s"), default=None),
         parts=tuple(parts),
-        automatic=AutomaticRounds.total(p.automatic for p in parts),
+        automatic=AutomaticRounds(*map(sum, zip(*(astuple(p.automatic) for p in parts), strict=True))),
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
     )

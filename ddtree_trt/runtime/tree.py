@@ -1,9 +1,8 @@
 """The draft tree: from a drafter's candidates to the tokens one target pass verifies.
 
 `best_tree` is Algorithm 1 of DDTree (arXiv 2604.12989): the B most probable prefixes under the product of the drafter's
-conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose proofs use
-nothing else of marginals than that a prefix is no more probable than the one it extends). `build_tree` is the same for
-arrays of marginals, the contract of the project. The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
+conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose proofs use no
+more than that a prefix is no more probable than the one it extends). The heap, the masks and the walk are C++.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from ddtree_trt.runtime.candidates import Candidates, Marginals
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Draft nodes 1…n below the root (node 0, the bonus token), in the order their policy ranks them: that of its pops
-    for the heap.
-
-    A prefix of that order is the policy's tree of that size, so cutting a tree to a smaller budget is slicing it.
-    """
+    """Draft nodes 1…n below the root (node 0, the bonus token), in the order in which the heap pops them: a prefix of
+    that order is the tree of that size, so cutting a tree to a smaller budget is slicing it."""
 
     token_ids: NDArray[np.int32]  # [n]
     depths: NDArray[np.int32]  # [n], 1-based
@@ -35,7 +31,7 @@ class DraftTree:
         return len(self.token_ids)
 
     def cut(self, budget: int) -> DraftTree:
-        """The policy's tree of at most `budget` nodes."""
+        """The tree of at most `budget` nodes."""
         if budget >= len(self.token_ids):
             return self
         n = max(budget, 0)
@@ -68,14 +64,8 @@ class TokenTree:
 def best_tree(
     candidates: Candidates, budget: int, *, max_depth: int | None = None, width: int | None = None
 ) -> DraftTree:
-    """The `budget` most probable prefixes as a tree; it has fewer nodes when there are fewer prefixes. The tree of a
-    smaller budget is its beginning.
-
-    Args:
-        candidates: the drafter's.
-        budget: most nodes, the root aside.
-        max_depth: most tokens of a prefix.
-        width: most children of a node; 1 makes the chain of most probable tokens.
+    """The tree of at most `budget` nodes, the root aside: the most probable prefixes of at most `max_depth` tokens,
+    with at most `width` children of a node. The tree of a smaller budget is its beginning.
 
     Raises ValueError for candidates that cannot be used, a negative budget or depth, or a width of 0.
     """
@@ -83,14 +73,10 @@ def best_tree(
 
 
 def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> DraftTree:
-    """The `budget` most probable prefixes of marginals as a tree.
+    """The `budget` most probable prefixes of marginals as a tree, or as many as there are.
 
-    Args:
-        log_probs: float32 [L, K], each row sorted by falling probability.
-        token_ids: int [L, K], the candidates those probabilities belong to.
-        budget: most nodes, the root aside; the tree has fewer when there are fewer prefixes.
-
-    Raises ValueError for shapes that differ, a negative budget, or NaN.
+    `log_probs`: float32 [L, K], each row falling, of the candidates `token_ids`, int [L, K]. Raises ValueError for
+    shapes that differ, a negative budget, or NaN.
     """
     return best_tree(Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)), budget)
 
@@ -128,19 +114,9 @@ def compile_tree(root_token: int, tree: DraftTree) -> TokenTree:
     return TokenTree(token_ids, tree.parents, depths)
 
 
-def walk(tree: DraftTree, choices: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Follow the child that equals the target's choice until none does: the accepted path [m], root first.
-
-    The choice at the path's last node is the next bonus token.
-    """
-    return _native.walk(tree.parents, tree.token_ids, choices)
-
-
 def descend(tree: DraftTree, choose: Callable[[int], int | None]) -> NDArray[np.int32]:
-    """`walk` for choices that depend on the path: `choose(node)` is called only at the nodes visited, in order.
-
-    `choose` returning None ends the walk at that node.
-    """
+    """The accepted path [m], root first, as `_native.walk` gives it, for choices that depend on the path:
+    `choose(node)` is called only at the nodes visited, in order, and ends the walk there by None."""
     children = {
         (parent, token): node
         for node, (parent, token) in enumerate(zip(tree.parents[1:].tolist(), tree.token_ids.tolist(), strict=True), 1)

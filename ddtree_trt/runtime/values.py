@@ -1,6 +1,6 @@
 """Kinds of values that requests hold, as annotations that pydantic checks: numbers of any library, texts, token ids."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Annotated, Any
 
@@ -32,11 +32,11 @@ def several(value: Any) -> Any:
         return ()
     if isinstance(value, str | Integral):
         return (plain(value),)
-    if isinstance(value, Mapping | bytes | bytearray) or not isinstance(value, Iterable):
-        raise ValueError("must be one value or a list of them")
     try:
+        if isinstance(value, Mapping | bytes | bytearray):
+            raise TypeError
         return tuple(map(plain, value))
-    except TypeError:  # a NumPy array of no dimensions has __iter__, which raises
+    except TypeError:
         raise ValueError("must be one value or a list of them") from None
 
 
@@ -65,13 +65,11 @@ def _given(text: str) -> str:
 
 def _biases(value: Any) -> Any:
     """Biases by token id, which JSON has as text."""
-    if not isinstance(value, Mapping):
-        return value
-    return {_token(key): plain(bias) for key, bias in value.items()}
 
+    def token(key: Any) -> Any:
+        return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else plain(key)
 
-def _token(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else plain(key)
+    return {token(key): plain(bias) for key, bias in value.items()} if isinstance(value, Mapping) else value
 
 
 Count = Annotated[int, Between(0, MAX_INTEGER)]

@@ -60,8 +60,7 @@ class Metrics:
     def watch(self, llm: AsyncLLM) -> None:
         """Publish the gauges of an engine, read at each scrape."""
         for row in GAUGES:
-            if row.http:
-                self._make(Gauge, row.name, row.text)().set_function(partial(row.read, llm))
+            self._make(Gauge, row.name, row.text)().set_function(partial(row.read, llm))
 
     def finished(self, request: Request) -> None:
         """Count a request that ended, for whatever reason."""

@@ -20,25 +20,19 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import EXPORT, MANIFEST, PROFILE
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.device.survey import DRIVER
-from ddtree_trt.errors import MAX_COUNT, BuildError, UsageError
-from ddtree_trt.plugins import library
+from ddtree_trt.errors import MAX_COUNT, UsageError
 from ddtree_trt.records import check, option, with_fields
 from ddtree_trt.triton import ENGINE_FOLDER
 from ddtree_trt.triton.layouts import LAYOUTS, LayoutName
 
 VERSION_FOLDER = "1"
-_MAX_INSTANCES = 64  # far above any use: a larger number is a typing error
-_MAX_GPUS = 1024  # likewise
+_MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: a larger number is a typing error
 # An example: a chat in the template of Qwen3, as JSON without apostrophes, because it is quoted by those in a shell.
-_PROMPT = (
-    "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
-    "<|im_start|>assistant\\n"
-)
+_QUESTION = "There are 6 drawers, each with 32 cards. How many cards are there?"
+_PROMPT = f"<|im_start|>user\\n{_QUESTION}<|im_end|>\\n<|im_start|>assistant\\n"
 _QUESTIONS = {  # layout → body of the example request
     "trtllm": f'{{"text_input": "{_PROMPT}", "max_tokens": 64, "stream": %s}}',
     "vllm": f'{{"text_input": "{_PROMPT}", "parameters": {{"max_tokens": 64, "stream": %s}}}}',
@@ -82,13 +76,10 @@ def export_triton(
     """
     options = with_fields(ExportOptions, options, fields)
     manifest = load_manifest(engine_dir)
-    gpus = options.gpus
-    if not BACKENDS[manifest.backend].on_cpu:
-        gpus = gpus or (0,)
-    elif gpus:
-        raise UsageError(
-            f"--gpus is for engines that run on GPUs; this one has backend {manifest.backend} and runs on the CPU"
-        )
+    on_cpu = BACKENDS[manifest.backend].on_cpu
+    if on_cpu and options.gpus:
+        raise UsageError(f"--gpus is for engines that run on GPUs; one of {manifest.backend} runs on the CPU")
+    gpus = options.gpus or (() if on_cpu else (0,))
     name = manifest.name if model_name is None else model_name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UsageError(f"{name!r} cannot name a model; use letters, digits, '.', '_' and '-' in --model-name")
@@ -106,23 +97,21 @@ def export_triton(
         "model_name": name,
         "layout": options.layout,
         **LAYOUTS[options.layout].config(),
-        "instances": str(options.instances),
+        "instances": options.instances,
         "kind": "KIND_GPU" if gpus else "KIND_CPU",
         "gpus": ", ".join(map(str, gpus)),
-        "max_queue": str(options.max_queue),
+        "max_queue": options.max_queue,
         "engine_name": manifest.name,
         "backend": manifest.backend,
         "requirement": f"ddtree-trt{extra}=={__version__}",
         "extra": extra,
-        "machine": _machine(manifest),
+        "machine": f"Whether the engine can run there, or why not, `ddtree-trt inspect {name}/1/engine` says.",
         "precision": manifest.precision,
         "repository": shlex.quote(str(repository)),
         "curl_whole": f"{curl}/generate -d '{_QUESTIONS[options.layout] % 'false'}'",
         "curl_stream": f"{curl}/generate_stream -d '{_QUESTIONS[options.layout] % 'true'}'",
     }
     template = resources.files("ddtree_trt") / "triton_repo" / "model"
-    if not (template / "README.md").is_file():
-        raise BuildError(f"the installation lacks {template}; install ddtree-trt again")
     with atomic_directory(destination, force=options.force, marker=EXPORT) as directory:
         version = directory / VERSION_FOLDER
         version.mkdir()
@@ -148,24 +137,3 @@ def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: 
         progress("copy engine", done, total)
     with suppress(FileNotFoundError, PermissionError):  # without one, the model measures latencies itself
         shutil.copyfile(source / PROFILE, destination / PROFILE)
-
-
-def _machine(manifest: Manifest) -> str:
-    """Sentences on what the engine needs of the machine: processor or GPU, driver, release of TensorRT, libraries."""
-    backend, precision = BACKENDS[manifest.backend], PRECISIONS[manifest.precision]
-    if backend.on_cpu:
-        return "It runs on CPUs."
-    kinds = manifest.toolchain.get("gpus") or f"sm{manifest.toolchain.get('sm', '')}"
-    gpus = f" ({kinds.replace(' ', ', ')})" if backend.plans and kinds != "sm" else ""
-    words = [f"It runs on an NVIDIA GPU{gpus} with driver {DRIVER} or newer; `ddtree-trt doctor` says what is missing."]
-    if backend.plans and (release := manifest.toolchain.get(manifest.backend)):
-        words.append(f"It was built with {backend.title} {release} and is for that release.")
-    needed = library.PLUGINS if manifest.attention == "plugin" else None
-    if backend.kernels:
-        needed = library.TORCH if precision.half else None
-    if needed:
-        words.append(
-            f"It needs {needed}, which `make plugins` makes in `ddtree_trt/plugins/` of that checkout: copy it into "
-            "the same folder of the installed package."
-        )
-    return " ".join(words)

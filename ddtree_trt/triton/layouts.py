@@ -1,11 +1,10 @@
 """The two layouts of the exported model: the tensors that it declares, with their types and their use.
 
-An input either sets a sampling parameter, and is then made from the table in `runtime/params.py`, or is read by
-`requests` under its name, or takes values without effect only. The order is that of `config.pbtxt`. The server refuses
-what is not declared.
+An input either sets a sampling parameter (`SETS`), or is read by `requests` under its name, or takes values without
+effect only. The server refuses what is not declared.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,24 +15,15 @@ LayoutName = Literal["trtllm", "vllm"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a request or a response.
-
-    Attributes:
-        dtype: Triton's name of the data type, without TYPE_.
-        dims: lengths without the batch; -1 is any.
-        bare: whether the tensor has the batch dimension only, by `reshape`.
-        optional: whether a request may omit it.
-        field: the field of SamplingParams that an input sets.
-        only: the values that are taken, of an input that many clients send and that has no effect here.
-    """
+    """A tensor of a request or a response."""
 
     name: str
-    dtype: str
-    dims: tuple[int, ...] = (1,)
-    bare: bool = False
-    optional: bool = True
-    field: str | None = None
-    only: tuple[Any, ...] = ()
+    dtype: str  # Triton's name of the data type, without TYPE_
+    dims: tuple[int, ...] = (1,)  # without the batch; -1 is any
+    bare: bool = False  # whether it has the batch dimension only, by `reshape`
+    optional: bool = True  # whether a request may omit it
+    field: str | None = None  # of SamplingParams that an input sets
+    only: tuple[Any, ...] = ()  # values that are taken, of an input that many clients send and that has no effect here
 
     def entry(self, *, optional: bool) -> str:
         lines = [
@@ -69,13 +59,10 @@ class Layout:
         }
 
 
-def _sets(*fields: str, bare: bool = False) -> Iterable[Tensor]:
-    """The tensors that set these sampling parameters."""
-    return [
-        Tensor(tensor, *_type(PARAMETERS[field]), bare=bare, field=field)
-        for field in fields
-        for tensor in PARAMETERS[field].tensors
-    ]
+# Inputs of TensorRT-LLM that set a sampling parameter, and the parameter.
+_ALIKE = "max_tokens min_tokens temperature top_k top_p seed repetition_penalty presence_penalty frequency_penalty"
+SETS = {name: name for name in _ALIKE.split()} | {"min_length": "min_tokens", "stop_words": "stop"}
+SETS |= {"num_draft_tokens": "tree_budget", "num_return_sequences": "n"}
 
 
 def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
@@ -88,19 +75,13 @@ def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
 
 
 _COUNTS = ("num_input_tokens", "num_output_tokens")
-# Parameters with a separate place in TensorRT-LLM's order; all others that have a tensor stand together.
-_PLACED = ("n", "max_tokens", "min_tokens", "stop", "tree_budget")
 _TRTLLM = (
     Tensor("text_input", "STRING", optional=False),
-    *_sets("max_tokens", "min_tokens"),
     Tensor("stream", "BOOL"),
     Tensor("exclude_input_in_output", "BOOL"),
-    *_sets("stop"),
+    *(Tensor(name, *_type(PARAMETERS[field]), bare=field == "n", field=field) for name, field in SETS.items()),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),  # has no effect: nothing is padded here
-    *_sets(*(name for name in PARAMETERS if name not in _PLACED)),
-    *_sets("n", bare=True),
-    *_sets("tree_budget"),
     *(Tensor(f"return_{name}", "BOOL", bare=True) for name in ("log_probs", *_COUNTS, "perf_metrics")),
     Tensor("guided_decoding_guide_type", "STRING"),
     Tensor("guided_decoding_guide", "STRING"),

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import UsageError, check_range, shown
 from ddtree_trt.reading import Source, parse_json
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
-from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
+from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput, without_aliases
-from ddtree_trt.triton.layouts import TIMES, Layout, Tensor
+from ddtree_trt.triton.layouts import TIMES, Layout
 
 Inputs = Mapping[str, NDArray[Any]]
 
@@ -69,11 +69,8 @@ def parse(
 ) -> Call:
     """Check a request. Raises UsageError, which names the input at fault.
 
-    Args:
-        inputs: the tensors given, by name.
-        parameters: the request's parameters, taken as sampling parameters like the input `sampling_parameters`.
-        timeout_us: the request's timeout in microseconds; 0 is none. `generate` passes it as a parameter instead.
-        requested: outputs the client listed, or all `declared` ones when it listed none.
+    `parameters`, the request's, are sampling parameters like the input `sampling_parameters`, but `timeout`, which is
+    `generate`'s form of `timeout_us`; 0 is none. `requested`: outputs the client listed, or all `declared` ones.
     """
     for name, array in inputs.items():
         if (row := layout.inputs.get(name)) is None:
@@ -88,9 +85,7 @@ def parse(
         raise UsageError("exclude_input_in_output=false needs stream=false: a stream holds the completion only")
     given = {k: v for k, v in parameters.items() if k not in _RESERVED and not k.startswith("triton_")}
     timeout_us = given.pop("timeout", timeout_us)
-    if type(timeout_us) is not int or not 0 <= timeout_us <= _LONGEST_US:
-        limits = f"a whole number from 0 to {_LONGEST_US}"
-        raise UsageError(f"timeout must be microseconds, {limits}, not {shown(timeout_us)}")
+    check_range("timeout, in microseconds,", timeout_us, 0, _LONGEST_US)
     log_probs = any(_scalar(inputs, name, False) for name in _LOG_PROBS)
     if requested == declared:  # without the optional ones, where the client has listed none
         switches = _SWITCHES if log_probs else {**_SWITCHES, layout.cum_log_probs: "", layout.log_probs: ""}
@@ -116,7 +111,11 @@ def _sampling_params(inputs: Inputs, layout: Layout, parameters: Mapping[str, An
         sources.append((STRUCTURED, guide, "guided_decoding_guide"))
     if "end_id" in inputs:
         sources += [("stop_token_ids", [_scalar(inputs, "end_id", None)], "end_id"), ("ignore_eos", True, "end_id")]
-    for where, mapping in (("sampling_parameters", _json(inputs)), ("the request's parameters", parameters)):
+    text = _scalar(inputs, "sampling_parameters", "")
+    data = parse_json(text, _JSON) if text else {}
+    if not isinstance(data, dict):
+        raise _JSON.fault(f"it must be a JSON object, not {shown(data)}")
+    for where, mapping in (("sampling_parameters", data), ("the request's parameters", parameters)):
         sources += [(field, value, where) for field, value in without_aliases(_normalised(mapping)).items()]
     fields: dict[str, Any] = {}
     for field, value, where in sources:
@@ -158,14 +157,6 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _json(inputs: Inputs) -> dict[str, Any]:
-    text = _scalar(inputs, "sampling_parameters", "")
-    data = parse_json(text, _JSON) if text else {}
-    if not isinstance(data, dict):
-        raise _JSON.fault(f"it must be a JSON object, not {shown(data)}")
-    return data
-
-
 def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
     if name not in inputs:
         return default
@@ -176,8 +167,7 @@ def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
 
 
 def _values(name: str, array: NDArray[Any]) -> list[Any]:
-    """The elements of a tensor of any shape as Python values. A float32 becomes its shortest decimal form, which is
-    what the client wrote: 0.7, not 0.699999988."""
+    """The elements of a tensor as Python values; of a float32 what the client wrote: 0.7, not 0.699999988."""
     flat = array.reshape(-1)
     if array.dtype == object:
         try:
@@ -193,56 +183,43 @@ Arrays = dict[str, NDArray[Any]]
 _NUMPY = {"FP32": np.float32, "INT32": np.int32, "UINT32": np.uint32, "INT64": np.int64}
 
 
-class Responder:
-    """Makes the responses of one request, in order.
+def response(call: Call, layout: Layout, part: RequestOutput, whole: RequestOutput) -> Arrays:
+    """The wanted output tensors of a part; `whole` is all parts so far, this one included.
 
-    Texts, finish reasons, token counts and log-probabilities are those of the response alone, so a client adds them up.
-    Summed log-probabilities include all earlier responses. Figures of the whole request are in its last response.
+    Texts, finish reasons, token counts and log-probabilities are those of the part, so a client adds them up; a
+    sequence without output in it has an empty text. Summed log-probabilities are those of the whole. Figures of the
+    request come with its last part. Texts are object [n]; other tensors of each sequence are [1, n] or [n], and scalars
+    [1, 1] or [1], by layout.
     """
+    metrics, found = part.metrics, {output.index: output for output in part.outputs}
+    outputs = [found.get(i) for i in range(call.params.n)]
+    start, counts = call.prompt if call.echo else "", [len(o.token_ids) if o else 0 for o in outputs]
+    values: dict[str, Sequence[Any]] = {
+        "text_output": [start + o.text if o else start for o in outputs],
+        "finish_reason": [(o and o.finish_reason) or layout.unfinished for o in outputs],
+        "num_input_tokens": [len(part.prompt_token_ids)],
+        "num_output_tokens": counts if layout.outputs["num_output_tokens"].dims == (-1,) else [sum(counts)],
+    }
+    if call.params.logprobs is not None and not call.outputs.isdisjoint((layout.cum_log_probs, layout.log_probs)):
+        sums = {o.index: o.cumulative_logprob for o in whole.outputs}
+        values[layout.cum_log_probs] = [sums.get(i) or 0.0 for i in range(call.params.n)]
+        tokens = [(o and o.logprobs) or [] for o in outputs]
+        values[layout.log_probs] = _padded(tokens) if layout.batched else _as_json(tokens)
+    if part.finished:
+        values["acceptance_rate"] = [metrics.acceptance_rate]
+        values["total_accepted_draft_tokens"] = [metrics.accepted_tokens]
+        values["total_draft_tokens"] = [metrics.drafted_tokens]
+        times_s = (metrics.arrival_s, metrics.first_token_s, metrics.last_token_s)
+        values |= {name: [int((time_s or 0) * 1e9)] for name, time_s in zip(TIMES, times_s, strict=True)}
+    wanted = {name: each for name, each in values.items() if name in call.outputs}
+    return {name: _array(layout.outputs[name].dtype, each, layout.batched) for name, each in wanted.items()}
 
-    def __init__(self, call: Call, layout: Layout) -> None:
-        self._call = call
-        self._layout = layout
-        self._cumulative = [0.0] * call.params.n
-        self._log_probs_wanted = call.params.logprobs is not None and not call.outputs.isdisjoint(
-            (layout.cum_log_probs, layout.log_probs)
-        )
 
-    def arrays(self, part: RequestOutput) -> Arrays:
-        """The wanted output tensors of a part, or of the whole when nothing is streamed.
-
-        Texts are object [n]; other per-sequence tensors are [1, n] or [n], and scalars [1, 1] or [1], by layout.
-        Sequences without output in the part have an empty text.
-        """
-        call, layout, metrics = self._call, self._layout, part.metrics
-        found: dict[int, CompletionOutput] = {output.index: output for output in part.outputs}
-        outputs = [found.get(i) for i in range(call.params.n)]
-        start, counts = call.prompt if call.echo else "", [len(o.token_ids) if o else 0 for o in outputs]
-        values: dict[str, Sequence[Any]] = {
-            "text_output": [start + o.text if o else start for o in outputs],
-            "finish_reason": [(o and o.finish_reason) or layout.unfinished for o in outputs],
-            "num_input_tokens": [len(part.prompt_token_ids)],
-            "num_output_tokens": counts if layout.outputs["num_output_tokens"].dims == (-1,) else [sum(counts)],
-        }
-        if self._log_probs_wanted:
-            tokens = [(o and o.logprobs) or [] for o in outputs]
-            for i, sequence in enumerate(tokens):
-                self._cumulative[i] += sum(t.logprob for t in sequence)
-            values[layout.cum_log_probs] = self._cumulative
-            values[layout.log_probs] = _padded(tokens) if layout.batched else _as_json(tokens)
-        if part.finished:
-            values["acceptance_rate"] = [metrics.acceptance_rate]
-            values["total_accepted_draft_tokens"] = [metrics.accepted_tokens]
-            values["total_draft_tokens"] = [metrics.drafted_tokens]
-            times_s = (metrics.arrival_s, metrics.first_token_s, metrics.last_token_s)
-            values |= {name: [int((time_s or 0) * 1e9)] for name, time_s in zip(TIMES, times_s, strict=True)}
-        return {name: self._array(layout.outputs[name], v) for name, v in values.items() if name in call.outputs}
-
-    def _array(self, output: Tensor, values: Sequence[Any]) -> NDArray[Any]:
-        if output.dtype == "STRING":
-            return np.array([text.encode() for text in values], dtype=object)
-        array = np.array(values, _NUMPY[output.dtype])
-        return array[None] if self._layout.batched else array
+def _array(dtype: str, values: Sequence[Any], batched: bool) -> NDArray[Any]:
+    if dtype == "STRING":
+        return np.array([text.encode() for text in values], dtype=object)
+    array = np.array(values, _NUMPY[dtype])
+    return array[None] if batched else array
 
 
 def _padded(tokens: list[list[TokenLogprob]]) -> list[list[float]]:

@@ -1,11 +1,10 @@
 """The engine behind one model instance: requests in, responses out, many at a time; and its metrics.
 
 Two threads besides the server's: the engine's worker, and an event loop on which every request is a task that forwards
-its parts. One task more ends cancelled requests and flushes the metrics; it sleeps while there are no requests.
+its parts. One task more ends cancelled requests and flushes the metrics, 20 times a second.
 
-The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests only
-add to plain numbers, and one lock guards the flush that passes them to the server. That also keeps the exchange with
-the server process, about 30 µs per metric, off the path of the tokens.
+The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests add
+to plain numbers, and one lock guards the flush, whose exchange with the server takes about 30 µs per metric.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,15 +25,15 @@ from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDe
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.metric_table import COUNTERS, GAUGES, HISTOGRAMS, SECONDS, SECONDS_PER_TOKEN, Unit
 from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.request_maker import Request
+from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.triton.layouts import LAYOUTS, Layout
-from ddtree_trt.triton.requests import Arrays, Call, Responder
+from ddtree_trt.triton.requests import Arrays, Call, response
 
 # Outcomes of requests.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
-# Published beside the rows of the table: the model's own counters.
-REQUESTS = "ddtree_requests_total"
-RESPONSES = "ddtree_responses_total"
+REQUESTS = "ddtree_requests_total"  # published beside the rows of the table
 REQUEST_COUNTERS = {row.name: row for row in COUNTERS if row.triton}
 ENGINE_GAUGES = {row.name: row for row in GAUGES if row.triton}
 # Of whole requests: one of every round or token would cost an exchange with the server each.
@@ -43,56 +42,48 @@ _BOUNDS: dict[Unit, Sequence[float]] = {"seconds": SECONDS, "seconds per token":
 
 
 class Metrics:
-    """Counters, gauges and histograms of one model instance.
-
-    Args:
-        family: `triton_python_backend_utils.MetricFamily`.
-        labels: of every sample; they must be the instance's alone, or instances would overwrite each other's gauges.
-
-    Raises EngineError if the server is too old to have histograms.
-    """
+    """Counters, gauges and histograms of one model instance."""
 
     def __init__(self, family: Any, labels: Mapping[str, str]) -> None:
+        """`family`: the server's `MetricFamily`. `labels`: of every sample, the instance's alone, or instances would
+        overwrite each other's gauges. Raises EngineError if the server is too old to have histograms."""
         if not hasattr(family, "HISTOGRAM"):
             raise EngineError("this Triton server has no metrics that are histograms; use one of 24.10 or newer")
         self._families: list[Any] = []  # a family must outlive its metrics
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()
         self._observed: list[tuple[str, float]] = []
-        self._adding = threading.Lock()
-        self._flushing = threading.Lock()
-        for name, counter in REQUEST_COUNTERS.items():
-            self._make(family, name, counter.text, family.COUNTER, {name: dict(labels)})
-        text = "Responses sent, parts of streams included."
-        self._make(family, RESPONSES, text, family.COUNTER, {RESPONSES: dict(labels)})
-        for name, gauge in ENGINE_GAUGES.items():
-            self._make(family, name, gauge.text, family.GAUGE, {name: dict(labels)})
+        self._gauges: Mapping[str, float] = {}  # as they were set last
+        self._adding, self._flushing = threading.Lock(), threading.Lock()
+
+        def made(kind: Any, name: str, text: str) -> Any:
+            self._families.append(family(name=name, description=text, kind=kind))
+            return self._families[-1]
+
+        for kind, rows in ((family.COUNTER, REQUEST_COUNTERS), (family.GAUGE, ENGINE_GAUGES)):
+            for name, row in rows.items():
+                self._metrics[name] = made(kind, name, row.text).Metric(labels=dict(labels))
         for name, row in REQUEST_HISTOGRAMS.items():
-            bounds = list(_BOUNDS[row.unit])
-            self._make(family, name, row.text, family.HISTOGRAM, {name: dict(labels)}, buckets=bounds)
-        outcomes = {outcome: {**labels, "outcome": outcome} for outcome in OUTCOMES}
-        self._make(family, REQUESTS, "Requests that ended, by how.", family.COUNTER, outcomes)
+            histogram = made(family.HISTOGRAM, name, row.text)
+            self._metrics[name] = histogram.Metric(labels=dict(labels), buckets=list(_BOUNDS[row.unit]))
+        ended = made(family.COUNTER, REQUESTS, "Requests that ended, by how.")
+        for outcome in OUTCOMES:
+            self._metrics[outcome] = ended.Metric(labels={**labels, "outcome": outcome})
 
-    def _make(
-        self, family: Any, name: str, text: str, kind: Any, members: Mapping[str, dict[str, str]], **options: Any
-    ) -> None:
-        made = family(name=name, description=text, kind=kind)
-        self._families.append(made)
-        for key, labels in members.items():
-            self._metrics[key] = made.Metric(labels=labels, **options)
-
-    def add(self, **amounts: float) -> None:
-        """Add to counters, by name, or to the requests of an outcome, by the outcome's name. Any thread may call it."""
+    def count(self, figures: RequestMetrics) -> None:
+        """Add the figures of a request that ended. Any thread may call it."""
         with self._adding:
-            self._pending.update(amounts)
+            self._pending.update({name: row.read(figures) for name, row in REQUEST_COUNTERS.items()})
+            for name, row in REQUEST_HISTOGRAMS.items():
+                self._observed += [(name, value) for value in row.observations(figures)]
 
-    def observe(self, observations: Iterable[tuple[str, float]]) -> None:
-        """Add observations to histograms, by name. Any thread may call it."""
+    def count_outcome(self, outcome: str) -> None:
+        """Add a request to those of its outcome. Any thread may call it."""
         with self._adding:
-            self._observed += observations
+            self._pending[outcome] += 1
 
     def flush(self, gauges: Mapping[str, float]) -> None:
-        """Pass the amounts added since the last flush to the server, and set the gauges."""
+        """Pass what has changed since the last flush to the server."""
         with self._adding:
             pending, self._pending = self._pending, Counter()
             observed, self._observed = self._observed, []
@@ -102,8 +93,9 @@ class Metrics:
                     self._metrics[name].increment(amount)
             for name, value in observed:
                 self._metrics[name].observe(value)
-            for name, value in gauges.items():
+            for name, value in gauges.items() - self._gauges.items():
                 self._metrics[name].set(value)
+            self._gauges = gauges
 
     def close(self) -> None:
         """Release the metrics, before their families."""
@@ -123,11 +115,8 @@ class Settings:
 
     @classmethod
     def read(cls, model_config: Mapping[str, Any]) -> Settings:
-        """Read the `model_config` the server passes to `initialize`.
-
-        Raises ArtifactError for a parameter that is missing or wrong, and when the installed ddtree-trt is not the
-        version that exported the model.
-        """
+        """Read the `model_config` the server passes to `initialize`. Raises ArtifactError for a parameter that is
+        missing or wrong, and where another version of ddtree-trt exported the model."""
         name = model_config["name"]
         given = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
         if (version := given.get("ddtree_trt_version")) != __version__:
@@ -146,10 +135,8 @@ class Settings:
 
 
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make the instance's GPU the only one its process sees. Call before anything loads CUDA.
-
-    Triton numbers the GPUs visible to it: where its CUDA_VISIBLE_DEVICES is set, the number is an index into that list.
-    """
+    """Make the instance's GPU the only one its process sees; call before anything loads CUDA. Triton numbers the GPUs
+    visible to it: where its CUDA_VISIBLE_DEVICES is set, the number is an index into that list."""
     if kind != "GPU":
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -191,12 +178,7 @@ class _Job:
     reply: Reply
     task: asyncio.Task[None]
     ended_by: str = "shutdown"  # the outcome, where the task is cancelled
-    counted: Counter[str] = field(default_factory=Counter)  # what this request has added to the metrics
-
-    def progress(self, part: RequestOutput) -> Counter[str]:
-        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_COUNTERS.items()})
-        grown, self.counted = now - self.counted, now
-        return grown
+    tokens: int = 0  # made so far
 
     def end(self, outcome: str) -> None:
         """Cancel the task with this outcome."""
@@ -205,49 +187,38 @@ class _Job:
 
 
 class Service:
-    """Runs requests on an engine until it is closed.
-
-    Args:
-        engine_dir: directory written by `ddtree-trt build`.
-        settings: the exported model's.
-        metrics: this instance's; closed with the service.
-
-    Raises ArtifactError when the engine cannot be used.
-    """
+    """Runs requests on an engine until it is closed. Raises ArtifactError when the engine cannot be used."""
 
     def __init__(self, engine_dir: Path, settings: Settings, metrics: Metrics) -> None:
-        self._llm = AsyncLLM(engine_dir, threads=settings.threads, max_waiting=settings.max_queue)
+        """`metrics`: this instance's, closed with the service."""
+        self._metrics = metrics
+        self._llm = AsyncLLM(
+            engine_dir, threads=settings.threads, max_waiting=settings.max_queue, on_finished=self._count
+        )
         self._llm.core.maker.grammars.isolated = True
         self._layout = settings.layout
-        self._metrics = metrics
         self._jobs: set[_Job] = set()  # of the loop
         self._closed = False
         self._lock = threading.Lock()  # a request is begun before the service closes, or refused
         self._loop = asyncio.new_event_loop()
         self._forwarder = threading.Thread(target=self._loop.run_forever, name="ddtree-forward", daemon=True)
-        self._busy = asyncio.Event()
         self._watcher = self._loop.create_task(self._watch())
         self._flush()
         self._forwarder.start()
 
     def receive(self, parse: Callable[[], Call], reply: Reply) -> None:
         """Start the request that `parse` returns; responses and errors go to `reply`. Returns at once, and raises
-        nothing: an exception would fail the other requests of the batch, and leave them unanswered."""
-        call: Call | None = None
+        nothing: an exception would leave the other requests of the batch unanswered."""
         try:
             call = parse()
-        except UsageError as error:
-            self._finish(reply, "refused", error)
         except Exception as error:
-            _log.exception("a request could not be read")
-            self._finish(reply, "failed", error)
+            self._fail(reply, error)
+            return
         with self._lock:
-            if not self._closed:
-                if call is not None:
-                    asyncio.run_coroutine_threadsafe(self._serve(call, reply), self._loop)
-                self._loop.call_soon_threadsafe(self._busy.set)
-                return
-        if call is not None:
+            closed = self._closed
+            if not closed:
+                asyncio.run_coroutine_threadsafe(self._serve(call, reply), self._loop)
+        if closed:
             self._finish(reply, "shutdown")
 
     def close(self) -> None:
@@ -284,55 +255,43 @@ class Service:
         except asyncio.CancelledError:
             self._finish(reply, job.ended_by)
         except TimeoutError:
-            timeout, tokens = 1000 * (call.timeout_s or 0), job.counted["vllm:generation_tokens_total"]
-            self._finish(reply, "timeout", f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens")
-        except (UsageError, MissingDependency) as error:
-            self._finish(reply, "refused", error)
-        except QueueFull as error:
-            self._finish(reply, "overloaded", error)
-        except Exception as error:  # of the engine or of this module: the client must get an error
-            _log.exception("a request failed")
-            self._finish(reply, "failed", error)
+            timeout_ms = 1000 * (call.timeout_s or 0)
+            passed = f"the request's timeout of {timeout_ms:.0f} ms passed after {job.tokens} tokens"
+            self._finish(reply, "timeout", passed)
+        except Exception as error:  # of the engine or of this module too: the client must get an error
+            self._fail(reply, error)
         finally:
             self._jobs.discard(job)
-            self._busy.set()
 
     async def _forward(self, job: _Job) -> str:
         """Send the request's responses; returns the outcome."""
-        call, responder = job.call, Responder(job.call, self._layout)
+        call = job.call
         whole: RequestOutput | None = None
         if call.params.structured is not None:  # compiling takes its time, which others should not wait
             await asyncio.to_thread(self._llm.core.maker.grammars.check, call.params.structured)
         with self._llm.submit(call.prompt, call.params) as submission:
             async for part in submission:
-                whole = part if whole is None or call.stream else whole.joined(part)
-                grown = job.progress(part)
+                whole = part if whole is None else whole.joined(part)
+                job.tokens = part.metrics.output_tokens
                 if call.stream or part.finished:
-                    job.reply.send(responder.arrays(whole), final=part.finished)
-                    grown[RESPONSES] = 1
-                self._metrics.add(**grown)
+                    arrays = response(call, self._layout, part if call.stream else whole, whole)
+                    job.reply.send(arrays, final=part.finished)
         assert whole is not None, "a request's last part always arrives"
-        self._metrics.observe(
-            (name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.observations(whole.metrics)
-        )
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
     async def _watch(self) -> None:
         while True:
-            await self._busy.wait()
-            self._busy.clear()
-            jobs = [*self._jobs]
             try:
-                for job in await asyncio.to_thread(self._look_after, jobs):
+                for job in await asyncio.to_thread(self._look_after, [*self._jobs]):
                     job.end("cancelled")
             except Exception:  # later cancellations must still be noticed
                 _log.exception("looking after the requests failed")
-                self._busy.set()
-            if jobs or self._llm.running or self._llm.waiting:  # a cancelled request frees its slot a little later
-                self._busy.set()
             await asyncio.sleep(WATCH_S)
 
     # On any thread.
+
+    def _count(self, request: Request) -> None:
+        self._metrics.count(merge(sequence.metrics for sequence in request.sequences))
 
     def _look_after(self, jobs: list[_Job]) -> list[_Job]:
         """Flush the metrics; returns the jobs whose clients have gone. Both wait for the server."""
@@ -342,10 +301,16 @@ class Service:
     def _flush(self) -> None:
         self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
 
+    def _fail(self, reply: Reply, error: Exception) -> None:
+        refused = isinstance(error, UsageError | MissingDependency)
+        outcome = "refused" if refused else "overloaded" if isinstance(error, QueueFull) else "failed"
+        if outcome == "failed":
+            _log.error("a request failed", exc_info=error)
+        self._finish(reply, outcome, error)
+
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
-        """Count a request that ended, and send its error, without a traceback or path of this machine, where it did not
-        end with a response."""
-        self._metrics.add(**{outcome: 1})
+        """Count a request that ended, and send its error, if any, without a traceback or path of this machine."""
+        self._metrics.count_outcome(outcome)
         if outcome not in _CODES:
             return
         try:

@@ -34,14 +34,9 @@ def build(path: Path, **drafter: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def same_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def same(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """The drafter is the target itself: what it drafts greedily is always right."""
-    return build(tmp_path_factory.mktemp("same"))
-
-
-@pytest.fixture(scope="module")
-def same(same_engine: Path) -> Iterator[LLM]:
-    with LLM(same_engine) as llm:
+    with LLM(build(tmp_path_factory.mktemp("same"))) as llm:
         yield llm
 
 

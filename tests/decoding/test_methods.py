@@ -14,9 +14,10 @@ from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.check.run import engine_cases
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
-from ddtree_trt.runtime.decoding.routing import choose_route
+from ddtree_trt.runtime.decoding.routing import request_host_reason
 from ddtree_trt.runtime.engines.base import Draft
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
+from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.tree import chain
 
 
@@ -72,35 +73,15 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.label for case in cases] == [*(method.name for method in BASELINES), "pairs"]
 
 
-# A value other than the default for every field, and whether the device honours it: always, for greedy requests only
-# (a filter of draws does nothing there), or never.
-FIELDS: dict[str, tuple[Any, str]] = {
-    "n": (3, "always"),
-    "max_tokens": (7, "always"),
-    "min_tokens": (2, "never"),
-    "temperature": (0.7, "always"),
-    "top_k": (5, "greedy"),
-    "top_p": (0.5, "greedy"),
-    "min_p": (0.1, "greedy"),
-    "seed": (1, "always"),
-    "stop": ("end", "always"),
-    "stop_token_ids": ((3,), "always"),
-    "include_stop_str_in_output": (True, "always"),
-    "ignore_eos": (True, "always"),
-    "logprobs": (0, "never"),
-    "prompt_logprobs": (0, "always"),
-    "repetition_penalty": (1.1, "never"),
-    "presence_penalty": (0.5, "never"),
-    "frequency_penalty": (-0.5, "never"),
-    "logit_bias": ({3: 1.0}, "never"),
-    "echo": (True, "always"),
-    "skip_reading_prefix_cache": (True, "always"),
-    "skip_special_tokens": (False, "always"),
-    "method": ("ddtree", "always"),
-    "tree_budget": (16, "always"),
-    "structured": ({"regex": "a+"}, "never"),
-    "keep_special_tokens": ((3,), "always"),
-}
+# Fields that the device honours in greedy requests only, where a filter of draws does nothing, and those it never does.
+GREEDY = {"top_k", "top_p", "min_p"}
+NEVER = {"min_tokens", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
+NEVER |= {"structured"}
+# A value other than the default, by the type of the field's values.
+ANOTHER: dict[Any, Any] = {
+    int: 16, float: 0.7, str: "ddtree", tuple[str, ...]: "end", tuple[int, ...]: (3,), dict[int, float]: {3: 1.0},
+    StructuredOutput: {"regex": "a+"},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -115,17 +96,15 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", FIELDS)
-def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name: str, temperature: float) -> None:
-    assert set(FIELDS) == {field.name for field in dataclasses.fields(SamplingParams)}
-    value, honoured = FIELDS[name]
-    options = {"method": "ddtree", "tree_budget": 16, "temperature": temperature}
-    params = SamplingParams(**{**options, name: value})
-    why = choose_route("auto", engine, params).host_reason
-    if honoured == "always" or (honoured == "greedy" and not params.stochastic):
+@pytest.mark.parametrize("row", PARAMETERS.values(), ids=PARAMETERS)
+def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, row: Parameter, temperature: float) -> None:
+    value = not row.default if row.type is bool else ANOTHER[row.type]
+    options: dict[str, Any] = {"method": "ddtree", "tree_budget": 16, "temperature": temperature, row.name: value}
+    params = SamplingParams(**options)
+    why = request_host_reason("auto", engine, params)
+    if row.name not in NEVER and (row.name not in GREEDY or not params.stochastic):
         assert why is None
         return
-    expected = f"{name} works on logits, which stay on the device"
-    assert why == expected
-    with pytest.raises(UsageError, match=f"device_rounds is on, but {expected}; use auto or off"):
-        choose_route("on", engine, params)
+    assert why == f"{row.name} works on logits, which stay on the device"
+    with pytest.raises(UsageError, match=f"device_rounds is on, but {why}; use auto or off"):
+        request_host_reason("on", engine, params)

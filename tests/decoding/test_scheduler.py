@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import make_budgets, make_profile
 from scipy.special import log_softmax
 from scripted import ScriptedEngine, completion, finish, generate
 from scripted_models import Good, MarkovTarget, Useless
 
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.core import EngineCore
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.tree import TokenTree
@@ -149,16 +152,10 @@ def test_no_schedule_and_no_cancellation_changes_what_another_says(
     assert scheduler.free_slots == slots
 
 
-def test_seeds_repeat_and_unseeded_requests_are_independent() -> None:
-    params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 30}
-    seeded = [
-        generate(make(), [1, 2], SamplingParams(seed=7, method=m, **params), batch=3)
-        for m in ("ar", "dflash", "ddtree")
-    ]
-    assert seeded[0] == seeded[1] == seeded[2]
-    assert len({tuple(tokens) for tokens in seeded[0]}) == 3  # n completions of one seed differ
-    unseeded = [generate(make(), [1, 2], SamplingParams(**params))[0] for _ in range(10)]
-    assert len({tuple(tokens) for tokens in unseeded}) == 10
+def test_completions_of_a_seed_and_unseeded_requests_are_independent() -> None:
+    seeded = generate(make(), [1, 2], SamplingParams(seed=7, temperature=1, max_tokens=30), batch=3)
+    unseeded = [generate(make(), [1, 2], SamplingParams(temperature=1, max_tokens=30))[0] for _ in range(10)]
+    assert [len({*map(tuple, outputs)}) for outputs in (seeded, unseeded)] == [3, 10]
 
 
 @pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "dflash-sample"])
@@ -166,15 +163,8 @@ def test_seeds_repeat_and_unseeded_requests_are_independent() -> None:
 def test_logprobs_are_the_targets_own(method: str, temperature: float) -> None:
     """Before penalties and temperature, whatever they do to the choice; over chunks of the prompt."""
     asked = prompt(3, 2 * CHUNK + 3)
-    params = SamplingParams(
-        method=method,
-        temperature=temperature,
-        seed=1,
-        max_tokens=15,
-        logprobs=3,
-        prompt_logprobs=2,
-        frequency_penalty=1.5,
-    )
+    wanted: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 2, "frequency_penalty": 1.5}
+    params = SamplingParams(method=method, temperature=temperature, seed=1, max_tokens=15, **wanted)
     c = completion(make(), asked, params)
     finish(Scheduler(make()), [c])
     whole = [*asked, *c.output]
@@ -322,6 +312,15 @@ def test_a_watcher_that_fails_ends_its_sequence_only() -> None:
     assert said(completions[1]) == ALONE[5]
 
 
+def test_a_request_cancelled_before_it_is_added_never_runs() -> None:
+    engine = make()
+    core = EngineCore(engine, None, make_budgets(make_profile(), 64, 3))  # type: ignore[arg-type]
+    asked = Request("r", None, [1, 2], SamplingParams(), [completion(engine, *MIXED[0])])
+    core.cancel(asked)
+    core.add(asked)
+    assert not core.scheduler.busy and not engine.calls
+
+
 def test_an_interrupted_round_is_not_taken_up_again() -> None:
     engine = make(2)
     scheduler = Scheduler(engine)
@@ -400,16 +399,6 @@ def test_what_all_prompts_begin_with_costs_no_other_chat_its_cache() -> None:
     assert ask(scheduler, [*template, *prompt(4, 12)], 2).slot != slot, "the slot used last is not the one to give up"
 
 
-def test_after_a_reset_slots_are_as_good_as_unused() -> None:
-    """So that requests one after the other, each from an empty cache, all have the same slot."""
-    scheduler, asked = Scheduler(make(3)), prompt(1, 12)
-    for _ in range(3):
-        found = [ask(scheduler, asked) for _ in range(2)]
-        assert [(c.slot, c.metrics.cached_tokens) for c in found] == [(0, 0), (0, 11)]
-        scheduler.reset_prefix_cache()
-        assert [scheduler.engine.length(slot) for slot in range(3)] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_who_runs_at_a_reset_goes_on_and_leaves_nothing(steps: int) -> None:
     """A reset while requests wait, are prefilled, or are decoded."""
@@ -425,6 +414,8 @@ def test_who_runs_at_a_reset_goes_on_and_leaves_nothing(steps: int) -> None:
     assert running.output == waiting.output == alone.output
     found = [c.metrics.cached_tokens for c in (running, waiting, ask(scheduler, asked))]
     assert found == ([0, 11, 11] if steps == 0 else [11, 0, 11])
+    scheduler.reset_prefix_cache()
+    assert scheduler.engine.length(0) == 0
 
 
 def test_a_long_prompt_delays_the_others_by_one_chunk_per_round() -> None:

@@ -11,17 +11,7 @@ from profiles import make_budgets, make_profile
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, RoundPlan, SlotInput
-from ddtree_trt.runtime.tree import (
-    EMPTY,
-    DraftTree,
-    best_tree,
-    build_tree,
-    chain,
-    chain_parents,
-    compile_tree,
-    descend,
-    walk,
-)
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, best_tree, build_tree, chain, chain_parents, compile_tree, descend
 
 LOG_PROBS = np.log([[0.6, 0.32, 0.08], [0.5, 0.4, 0.1]])
 TOKEN_IDS = [[7, 8, 9], [7, 5, 6]]
@@ -109,28 +99,20 @@ def test_compiled_tree_has_the_root_on_top(tree: DraftTree, root: int) -> None:
     assert compiled.packed_mask.tolist() == _native.packed_mask(tree.parents).tolist()
 
 
-@given(tree=trees(), choices=CHOICES)
+@given(tree=trees(), choices=CHOICES, stop=st.integers(0, 9))
 @settings(max_examples=300)
-def test_walk_and_descend_follow_the_choices(tree: DraftTree, choices: list[int]) -> None:
+def test_walk_and_descend_follow_the_choices(tree: DraftTree, choices: list[int], stop: int) -> None:
     expected = follow(tree, choices)
-    assert walk(tree, np.array(choices[: len(tree) + 1])).tolist() == expected
+    found = _native.walk(tree.parents, tree.token_ids, np.array(choices[: len(tree) + 1]))
+    assert found.tolist() == expected
     asked: list[int] = []
 
-    def choose(node: int) -> int:
+    def choose(node: int) -> int | None:
         asked.append(node)
-        return choices[node]
+        return None if len(asked) > stop else choices[node]
 
-    assert descend(tree, choose).tolist() == expected
-    assert asked == expected
-
-
-@given(tree=trees(), choices=CHOICES, stop=st.integers(0, 5))
-def test_descend_ends_where_the_choice_is_none(tree: DraftTree, choices: list[int], stop: int) -> None:
-    expected = follow(tree, choices)
-    visits = iter(range(100))
-    path = descend(tree, lambda node: None if next(visits) == stop else choices[node])
-    assert path.tolist() == expected[: stop + 1]
-    assert path.dtype == np.int32
+    path = descend(tree, choose)
+    assert path.tolist() == asked == expected[: stop + 1] and path.dtype == np.int32
 
 
 @pytest.mark.parametrize("form", ["marginals", "bilinear", "linked"])

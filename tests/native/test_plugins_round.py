@@ -1,4 +1,4 @@
-"""Tree build, mask, walk and compaction: the CUDA source, run on the CPU, against the host part and the reference."""
+"""Tree build, mask, compaction and commit: the CUDA source, run on the CPU, against the host part and the reference."""
 
 import itertools
 from collections.abc import Callable
@@ -133,6 +133,7 @@ def test_choices_are_the_reference_and_the_hosts(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     logits = (rng.normal(size=(4, 3, vocabulary)) * 3).astype(np.float32)
     logits[1, :, ::2] = logits[1].max(initial=0)
+    logits[0, 1:, ::3] = logits[0].max(initial=0)
     logits[2, 1, 1::3] = -np.inf
     logits[3, 2, ::2] = np.nan
     positions = rng.integers(0, 1 << 20, (4, 3)).astype(np.int32)
@@ -172,43 +173,36 @@ def test_choices_that_cannot_be_are_refused(fields: dict[str, Any], reason: str)
     emulated_kernels().launch("choose", **{**good, "sequences": 0, "logits": None})
 
 
-def walk(
-    parents: np.ndarray,
-    token_ids: np.ndarray,
-    choices: np.ndarray,
-    counts: np.ndarray | None = None,
-    past_len: np.ndarray | None = None,
-    place: Place = lambda array: array,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    n, tokens = parents.shape
-    path = place(np.full((n, tokens), -7, np.int32))
-    lengths, bonus, past = (place(np.full(n, -7, np.int32)) for _ in range(3))
+def commit(arguments: dict[str, np.ndarray], place: Place = lambda array: array) -> tuple[np.ndarray, ...]:
+    """What the kernel leaves of cache, waiting states, states and result."""
+    placed = {}
+    for name, array in arguments.items():
+        placed[name] = place(aligned(array.shape, array.dtype.type))
+        placed[name][...] = array
+    planes, slots, heads, capacity, _ = placed["cache"].shape
+    outlook, (sequences, tokens) = placed["log_weights"].shape[1], placed["parents"].shape
     emulated_kernels().launch(
-        "walk", parents=address(parents), token_ids=address(token_ids), choices=address(choices),
-        counts=address(counts), past_len=address(past_len), path=address(path), lengths=address(lengths),
-        next_tokens=address(bonus), next_past_len=None if past_len is None else address(past), sequences=n,
-        tokens=tokens,
+        "commit", **{name: address(array) for name, array in placed.items()}, sequences=sequences, tokens=tokens,
+        longest=placed["result"].shape[1] // 2 - 1 - tokens - outlook, outlook=outlook, planes=planes, slots=slots,
+        kv_heads=heads, capacity=capacity, waiting_rows=placed["waiting"].shape[1],
+        row_bytes=placed["cache"].strides[3], state_bytes=placed["waiting"].strides[1],
     )  # fmt: skip
-    return path, lengths, bonus, past
+    return tuple(placed[name] for name in ("cache", "waiting", "states", "result"))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33, 200])
-def test_walk_equals_the_host(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "longest"), [(1, 1), (2, 2), (33, 3), (200, 9), (40, 40)])
+def test_commits_are_the_references(tokens: int, longest: int) -> None:
+    """The path of the host's walk, its rows and states moved, nothing beside them, and the report."""
     rng = np.random.default_rng(tokens)
-    n = 200
-    rows = [[-1, *(int(rng.integers(max(0, i - 9), i)) for i in range(1, tokens))] for _ in range(n)]
-    parents = np.array(rows, np.int32)
-    # Few distinct tokens, so that walks are long and siblings may even share one.
-    token_ids, choices = (rng.integers(0, 3, (n, tokens)).astype(np.int32) for _ in range(2))
-    counts = rng.integers(-1, tokens + 3, n).astype(np.int32)
-    past_len = rng.integers(0, 100, n).astype(np.int32)
-    path, lengths, bonus, past = walk(parents, token_ids, choices, counts, past_len)
-    for i in range(n):
-        t = int(np.clip(counts[i], 1, tokens))
-        host = _native.walk(parents[i, :t], token_ids[i, 1:t], choices[i, :t])
-        assert host.tolist() == reference.walk(parents[i], token_ids[i], choices[i], t)
-        np.testing.assert_array_equal(path[i], np.r_[host, [-1] * (tokens - len(host))])
-        assert (lengths[i], bonus[i], past[i]) == (len(host), choices[i, host[-1]], past_len[i] + len(host))
+    for _ in range(20):
+        given = reference.random_commit(rng, tokens, longest)
+        given["counts"][0] = rng.integers(-1, tokens + 3)
+        for found, expected in zip(commit(given), reference.commit(**given), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        found, parents, ids, choices = found[1], *(given[x][1] for x in ("parents", "token_ids", "choices"))
+        size = given["counts"][1]
+        host = _native.walk(parents[:size], ids[1:size], choices[:size])[:longest]
+        assert found[1] == len(host) and found[2 + longest :][: len(host)].tolist() == host.tolist()
 
 
 def compact(
@@ -288,7 +282,9 @@ def _run_garbage(at_end: bool) -> None:
 
         cache = guard(new_cache((2, 2, 2, 24, 8)))
         compact(cache, garbage(2), garbage(2), garbage(2, 9), garbage(2), guard)
-        walk(garbage(3, 33), garbage(3, 33), garbage(3, 33), garbage(3), garbage(3), guard)
+        given = reference.random_commit(rng, 33, 9)
+        numbers = {name: garbage(*a.shape) for name, a in given.items() if a.dtype == np.int32 and name != "result"}
+        commit({**given, **numbers}, guard)
         parents, mask = garbage(2, 40), guard(np.zeros((2, 40, 2), np.int32))
         emulated_kernels().launch(
             "packed_mask", parents=address(parents), mask=address(mask), sequences=2, tokens=40, mask_words=2
@@ -314,7 +310,7 @@ def test_garbage_stays_in_bounds_and_builds_trees(at_end: bool) -> None:
         ("build_tree", {"sequences": 1, "tokens": 1, "outlook": 1 + MAX_DEVICE_BUDGET}, "extent"),
         ("build_tree", {"sequences": 1, "tokens": 5, "positions_l": 2, "candidates_k": 2}, "pointer"),
         ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 1}, "extent"),
-        ("walk", {"sequences": 1, "tokens": 3}, "pointer"),
+        ("commit", {"sequences": 1, "tokens": 3, "longest": 1}, "extent"),
         ("compact", {"sequences": 1, "planes": 1, "slots": 1, "kv_heads": 1, "capacity": 1, "row_bytes": 20}, "extent"),
     ],
 )

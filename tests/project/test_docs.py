@@ -1,6 +1,5 @@
 """The documents describe the code that is there."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from ddtree_trt import LLM
 from ddtree_trt.cli import app
-from ddtree_trt.runtime.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,34 +69,6 @@ def test_options_named_in_messages_are_there() -> None:
         assert {*named} <= known | foreign, path
 
 
-# Whoever copies an example from the documents sees the tiny pair answer, not stammer one token a round.
-# A prompt stands behind one of these, in a shell, in JSON or in Python. A ChatML prompt is given as it is.
-PROMPT = re.compile(
-    r"(?:--prompt |-p |question = |task = |\"role\": \"user\", \"content\": |\"text_input\": |-d '\{\"prompt\": )"
-    r"(\"(?:[^\"\\]|\\.)*\")"
-)
-
-
-def prompts_in(text: str) -> set[str]:
-    """Those for the tiny pair's engines. What a hint answers is a bad one on purpose."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```$", text.replace("\\\n", " "), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks if "\nhint: " not in block for line in block.splitlines()]
-    ours = [line for line in lines if not re.search(r"engines/(?!tiny)", line)]
-    found = {json.loads(prompt) for line in ours for prompt in PROMPT.findall(line)}
-    return {prompt for prompt in found if prompt != "…" and "$" not in prompt}
-
-
-def test_prompts_of_documents(llm: LLM) -> None:
-    found = set().union(*(prompts_in(page.read_text(encoding="utf-8")) for page in PAGES))
-    assert len(found) > 3, "examples that are no longer understood do not pass by being none"
-    for prompt in sorted(found):
-        asked: Any = prompt if "<|im_start|>" in prompt else [{"role": "user", "content": prompt}]
-        output = llm.generate([asked], SamplingParams(max_tokens=512, tree_budget=32))[0]
-        said = output.outputs[0].text
-        assert output.outputs[0].finish_reason == "stop", f"{prompt!r} has no end: {said!r}"
-        assert output.metrics.mean_acceptance_length >= 3, f"{prompt!r} is answered slowly: {said!r}"
-
-
 # The documentation as a site: it builds without a warning
 
 
@@ -111,27 +80,16 @@ pytest.importorskip("mkdocstrings", reason="the extra [docs] is not installed")
 NOT_INSTALLED = ("fastapi", "gguf", "httpx", "hypothesis", "llguidance", "openai", "prometheus_client", "ray", "torch")
 
 
-def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site with the packages of the extra [docs] alone."""
-    absent = site.parent / "absent"
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    absent, site = tmp_path / "absent", tmp_path / "site"
     absent.mkdir()
     for name in NOT_INSTALLED:
         (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}')\n", encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(absent)}
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    site = tmp_path_factory.mktemp("docs") / "site"
-    done = build(ROOT, site)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    return site
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(site: Path) -> None:
     command_line = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     for name in ("ddtree-trt run", "ddtree-trt bench", "--tree-budget", "--list-examples"):
         assert name in command_line

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import json
 import os
 import signal
@@ -91,11 +92,7 @@ def test_a_run_that_an_engine_s_failure_ended_is_gone_on_with(
 
 
 def test_a_killed_run_is_gone_on_with_by_the_same_command(
-    tiny_engine: Path,
-    source: Path,
-    expected: list[tuple[str, str]],
-    tmp_path: Path,
-    cli: Cli,
+    tiny_engine: Path, source: Path, expected: list[tuple[str, str]], tmp_path: Path, cli: Cli
 ) -> None:
     """Killed as soon as an answer is there: none is lost, and none is there twice."""
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
@@ -121,10 +118,13 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     answers = offline._Answers(output, {"run": 1})
-    for write in (lambda: answers.append(row), lambda: answers.finish(["a"], 0)):
+    writes: list[tuple[Any, Any, str, Any]] = [
+        (lambda: answers.append(row), answers, "_file", io.FileIO("/dev/full", "w")),
+        (lambda: answers.finish(["a"], 0), os, "fsync", full),
+    ]
+    for write, owner, name, value in writes:
         with monkeypatch.context() as patch, pytest.raises(DDTreeError) as caught:
-            patch.setattr(os, "fsync", full)
-            patch.setattr(answers, "_file", _Full(answers._file))
+            patch.setattr(owner, name, value)
             write()
         assert str(caught.value) == (
             f"cannot write {output}: No space left on device; free some space, then the same command goes on with what "
@@ -138,19 +138,8 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
 
 def test_a_place_that_cannot_be_written_is_said_without_talk_of_space(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DDTreeError, match=r"Not a directory|File exists") as caught:
+    with pytest.raises(DDTreeError, match=r"(Not a directory|File exists); choose another --output-file$"):
         offline._Answers(tmp_path / "file" / "out.jsonl", {"run": 1})
-    assert str(caught.value).endswith("; choose another --output-file")
-
-
-class _Full:
-    """A file on a disk that takes nothing more."""
-
-    def __init__(self, file: Any) -> None:
-        self.seek, self.readline = file.seek, file.readline
-
-    def write(self, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:
@@ -160,8 +149,6 @@ def test_a_parser_s_name_reaches_the_engine(tiny_engine: Path, tmp_path: Path, c
     (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     message = row["response"]["body"]["choices"][0]["message"]
     assert message["reasoning_content"] and message["content"] is None
-    code, _, error = cli(*words, "-o", tmp_path / "other.jsonl", "--tool-parser", "x")
-    assert code == 2 and error.startswith("error: tool_parser must be one of auto, none, hermes, ")
 
 
 def written(folder: Path, *lines: object) -> Path:
@@ -211,7 +198,7 @@ def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:
         pytest.param("[" * 100_000, "no JSON", id="deep"),
         ({"text": "x"}, "either messages or prompt"),
         ({"prompt": "x", "stream": True}, "stream cannot be had"),
-        ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "url must be"),
+        ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "either messages or prompt, or a body with the url"),
         ({"prompt": "x", "custom_id": "1"}, "that of an earlier line"),
     ],
 )
@@ -220,10 +207,5 @@ def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, line: object, c
     with pytest.raises(UsageError, match=complaint) as caught:
         read_requests(path, 0)
     assert f"{path}, line 2: " in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_no_requests_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no requests"):
         read_requests(written(tmp_path, "", ""), 0)
-    with pytest.raises(UsageError, match="cannot read"):
-        read_requests(tmp_path / "none", 0)

@@ -1,6 +1,7 @@
 """LLM on the packaged pair: batches, streams, chat turns, log-probabilities."""
 
 import dataclasses
+import itertools
 import random
 import subprocess
 import sys
@@ -24,17 +25,12 @@ def test_metrics_say_why_automatic_budgets_drafted(llm: LLM) -> None:
     why = made.automatic
     assert 0 < why.drafted <= why.rounds == made.rounds
     assert why.committed_tokens == sum(made.acceptance_lengths) - (why.rounds - why.drafted)  # the others made one each
-    assert why.expected_tokens > why.drafted and why.expected_s > why.single_token_s > 0
-    assert made.to_dict()["automatic"] == {**dataclasses.asdict(why), "expected_gain": why.expected_gain}
-    assert fixed.automatic.rounds == 0 and fixed.automatic.expected_gain is None
+    assert why.expected_tokens > why.drafted and fixed.automatic.rounds == 0
+    assert made.to_dict()["automatic"] == dataclasses.asdict(why)
 
 
 def test_streams_side_by_side_say_what_generate_says(llm: LLM) -> None:
-    params = [
-        SamplingParams(max_tokens=30),
-        SamplingParams(max_tokens=50, method="dflash"),
-        SamplingParams(max_tokens=9),
-    ]
+    params = [SamplingParams(max_tokens=n, method=m) for n, m in ((30, "auto"), (50, "dflash"), (9, "auto"))]
     expected = llm.generate(CHATS[:3], params)
     streams = [llm.stream(prompt, each) for prompt, each in zip(CHATS[:3], params, strict=True)]
     parts: list[list[Any]] = [[], [], []]
@@ -60,11 +56,8 @@ def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Pat
             prompt = rng.choice(known)
             prompt = prompt[: rng.randrange(1, len(prompt) + 1)] if rng.random() < 0.3 else prompt
             prompt = prompt + [rng.randrange(5, vocab) for _ in range(rng.randrange(4))]
-            params = SamplingParams(
-                method=rng.choice(["ddtree", "ddtree", "ar", "dflash"]),
-                max_tokens=rng.randrange(1, 20),
-                ignore_eos=True,
-            )
+            method = rng.choice(["ddtree", "ddtree", "ar", "dflash"])
+            params = SamplingParams(method=method, max_tokens=rng.randrange(1, 20), ignore_eos=True)
             (output,) = llm.generate(prompt, params)
             fresh.reset_prefix_cache()
             (plain,) = fresh.generate(prompt, params)
@@ -104,22 +97,12 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
         ("hi", {"stop_token_ids": [vocab]}, f"stop_token_ids: token id {vocab} is outside the vocabulary"),
         ("hi", {"stop_token_ids": range(vocab)}, f"stop_token_ids name the whole vocabulary of {vocab}"),
         ("hi", {"logit_bias": {vocab: 1}}, f"logit_bias: token id {vocab} is outside the vocabulary"),
-        (
-            "hi",
-            {"method": "draft-model"},
-            "method 'draft-model' needs a drafter of kind autoregressive, this engine's is dflash",
-        ),
+        ("hi", {"method": "draft-model"}, "method 'draft-model' needs a drafter of kind autoregressive"),
         ("hi", {"tree_budget": 10**6}, "tree_budget 1000000 is above this engine's"),
-        *(
-            (
-                [7] * (limit - 9),
-                {name: tokens},
-                f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it",
-            )
-            for name in ("max_tokens", "min_tokens")
-            for tokens in (10, 2**31 - 1)
-        ),
     ]
+    for name, tokens in itertools.product(("max_tokens", "min_tokens"), (10, 2**31 - 1)):
+        says = f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it"
+        cases.append(([7] * (limit - 9), {name: tokens}, says))
     for prompt, params, text in cases:
         with pytest.raises(UsageError, match=text):
             llm.generate(["fine", prompt], [SamplingParams(max_tokens=1), SamplingParams(**params)])
@@ -142,11 +125,8 @@ def test_generation_up_to_the_engines_last_token(llm: LLM, method: str, room: in
 
 
 def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
-    for params, size in (
-        (SamplingParams(ignore_eos=True), 256),
-        (SamplingParams(ignore_eos=True, min_tokens=300), 300),
-    ):
-        (output,) = llm.generate([7, 8], params)
+    for least, size in ((0, 256), (300, 300)):
+        (output,) = llm.generate([7, 8], SamplingParams(ignore_eos=True, min_tokens=least))
         assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (size, "length")
 
 

@@ -4,12 +4,12 @@ import asyncio
 import gc
 import itertools
 import logging
+import multiprocessing
 import os
 import random
 import signal
-import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,13 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 PROMPT = "Lars has 9 keys. Lenlot has double that number."
 
 
-def on_thread(name: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the error it raises, on a thread of that name."""
-    result: list[Any] = []
-
-    def run() -> None:
+def on_thread(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the error it raises, on another thread."""
+    with ThreadPoolExecutor(1) as pool:
         try:
-            result.append(work())
+            return pool.submit(work).result(WAIT_S)
         except Exception as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    thread.join(WAIT_S)
-    assert result, "the thread hangs"
-    return result[0]
+            return error
 
 
 def test_what_was_handed_out_does_not_change(llm: LLM) -> None:
@@ -60,7 +52,7 @@ def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
 
     def while_it_works(round: object) -> None:
         if not refusals:
-            refusals.extend(on_thread("other", work) for work in (lambda: llm.generate(PROMPT, SHORT), llm.close))
+            refusals.extend(on_thread(work) for work in (lambda: llm.generate(PROMPT, SHORT), llm.close))
             with pytest.raises(UsageError, match="a call that has not returned"):
                 llm.generate(PROMPT, SHORT)  # from within the call
 
@@ -68,7 +60,7 @@ def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
     tokens: list[int] = []
     for part in llm.stream(PROMPT, SHORT, on_round=while_it_works):
         tokens += part.outputs[0].token_ids
-        assert on_thread("other", lambda: llm.generate(PROMPT, SHORT))[0].outputs[0].token_ids == expected
+        assert on_thread(lambda: llm.generate(PROMPT, SHORT))[0].outputs[0].token_ids == expected
     assert tokens == expected
     assert len(refusals) == 2
     for error in refusals:
@@ -76,38 +68,18 @@ def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
         assert "in use by a call that has not returned; use AsyncLLM" in str(error)
 
 
-def test_a_stream_may_be_read_on_by_another_thread(llm: LLM) -> None:
-    """As web frameworks read iterators: every part on whichever thread of a pool is free."""
-    whole = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
-    stream = llm.stream(PROMPT, SHORT)
-    tokens: list[int] = []
-    for number in itertools.count():
-        part = on_thread(f"pool-{number}", lambda: next(stream, None))
-        if part is None:
-            break
-        tokens += part.outputs[0].token_ids
-    assert tokens == whole
-
-
 def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
     expected = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
-    outcomes: list[Any] = []
 
-    def hammer() -> None:
-        for _ in range(20):
-            try:
-                outcomes.append(llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids)
-            except UsageError as error:
-                outcomes.append(error)
+    def ask(_: int) -> Any:
+        try:
+            return llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
+        except UsageError as error:
+            return error
 
-    threads = [threading.Thread(target=hammer) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    answers = [o for o in outcomes if not isinstance(o, UsageError)]
-    assert len(outcomes) == 80 and answers == [expected] * len(answers) and answers
+    with ThreadPoolExecutor(4) as pool:
+        answers = [o for o in pool.map(ask, range(80), timeout=WAIT_S) if not isinstance(o, UsageError)]
+    assert answers == [expected] * len(answers) and answers
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
 
 
@@ -144,26 +116,23 @@ def test_a_closed_llm_says_so(tiny_engine: Path) -> None:
 
 def in_a_fork(work: Callable[[], object]) -> str:
     """The error `work` raises in a forked process."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:  # no assertion and no clean-up of the parent's may run here
+    context = multiprocessing.get_context("fork")
+    said, tell = context.Pipe(duplex=False)
+
+    def run() -> None:
         try:
             work()
-            os.write(writer, b"no error")
+            tell.send("no error")
         except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.close(writer)
-    for _ in range(round(WAIT_S / 0.1)):
-        if os.waitpid(child, os.WNOHANG)[0]:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        pytest.fail("the forked process hangs")
-    with os.fdopen(reader) as said:
-        return said.read()
+            tell.send(f"{type(error).__name__}: {error}")
+        os._exit(0)  # no clean-up of the parent's may run here
+
+    process = context.Process(target=run)
+    process.start()
+    found = said.recv() if said.poll(WAIT_S) else "the forked process hangs"
+    process.kill()
+    process.join()
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -249,7 +218,7 @@ def test_interrupts_at_any_moment(llm: LLM, count: int) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("scripted"), SystemExit(1)])
-def test_what_on_finished_raises_changes_nothing(
+async def test_what_on_finished_raises_changes_nothing(
     tiny_engine: Path, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     told = []
@@ -259,16 +228,11 @@ def test_what_on_finished_raises_changes_nothing(
         raise error
 
     llm = AsyncLLM(tiny_engine, on_finished=on_finished)
-
-    async def ask() -> list[Any]:
-        return list(await asyncio.gather(*(complete(llm, PROMPT, SHORT, f"r{i}") for i in range(3))))
-
     try:
         with caplog.at_level(logging.ERROR):
-            outputs = [output for _ in range(2) for output in asyncio.run(asyncio.wait_for(ask(), WAIT_S))]
-        assert all(o.finished and len(o.outputs[0].token_ids) == 12 for o in outputs)
-        assert sorted(told) == ["r0", "r0", "r1", "r1", "r2", "r2"]
+            outputs = [await complete(llm, PROMPT, SHORT, name) for name in "abc"]
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [12] * 3 and told == [*"abc"]
         assert llm.failure is None and llm.running == 0
-        assert sum("on_finished failed for request" in r.message for r in caplog.records) == 6
+        assert sum("on_finished failed for request" in r.message for r in caplog.records) == 3
     finally:
         llm.shutdown()

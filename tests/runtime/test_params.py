@@ -20,7 +20,6 @@ from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.triton.layouts import TRTLLM, VLLM
 from tools.documents import parameter_table as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,21 +128,11 @@ BODY: dict[Any, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
     "completions": {"prompt": "x"},
 }
-# Of each type a value as JSON has it, and as it is kept. None is a default.
-VALUES: dict[Any, tuple[Any, Any]] = {
-    int: (3, 3),
-    float: (0.5, 0.5),
-    tuple[str, ...]: (["x", "y"], ("x", "y")),
-    tuple[int, ...]: ([5], (5,)),
-    dict[int, float]: ({"5": 1.0}, {5: 1.0}),
-    str: ("ddtree", "ddtree"),
-    StructuredOutput: ({"regex": "[0-9]"}, StructuredOutput(regex="[0-9]")),
-}
-
-
-def another(row: Parameter) -> tuple[Any, Any]:
-    """A value that is not the row's default, as JSON has it and as it is kept."""
-    return (not row.default,) * 2 if row.type is bool else VALUES[row.type]
+# Of each type a value as JSON has it. None is a default.
+VALUES: dict[Any, Any] = {
+    int: 3, float: 0.5, str: "ddtree", tuple[str, ...]: ["x", "y"], tuple[int, ...]: [5], dict[int, float]: {"5": 1.0},
+    StructuredOutput: {"regex": "[0-9]"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
@@ -153,19 +142,13 @@ def test_bodies_have_the_fields(endpoint: Any) -> None:
     taken = {name: field for name, field in fields.items() if field is not None}
     left_out = {"prompt_logprobs", "keep_special_tokens"} | ({"echo"} if endpoint == "chat" else set())
     assert set(PARAMETERS) - set(taken) == left_out
-    values = {field: another(PARAMETERS[name])[0] for name, field in taken.items()}
-    found = SamplingParams.from_mapping(body.model_validate({**BODY[endpoint], **values}).sampling())
-    assert {name: getattr(found, name) for name in taken} == {name: another(PARAMETERS[name])[1] for name in taken}
+    rows = {name: PARAMETERS[name] for name in taken}
+    given: Any = {name: not row.default if row.type is bool else VALUES[row.type] for name, row in rows.items()}
+    asked = body.model_validate(BODY[endpoint] | {field: given[name] for name, field in taken.items()})
+    found = SamplingParams.from_mapping(asked.sampling())
+    assert found == SamplingParams(**given) and all(getattr(found, name) != row.default for name, row in rows.items())
     assert body.model_validate(BODY[endpoint] | dict.fromkeys(taken.values(), None)).sampling() == {}
     assert PARAMETERS["logprobs"].http_name("chat") == "top_logprobs"
-
-
-def test_tensors_are_those_of_the_table() -> None:
-    rows = [row for row in TRTLLM.inputs.values() if row.field is not None]
-    assert {tensor: row.name for row in PARAMETERS.values() for tensor in row.tensors} == {
-        row.name: row.field for row in rows
-    }
-    assert not [row for row in VLLM.inputs.values() if row.field], "its parameters come in sampling_parameters"
 
 
 def test_options_are_handed_over_under_the_names_of_the_fields() -> None:

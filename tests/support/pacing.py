@@ -13,7 +13,7 @@ WAIT_S = 300.0  # a guard against hangs: an idle machine takes a twentieth of it
 _POLL_S = 0.005
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
     """Until the condition holds; fails the test when it does not."""
     end = time.monotonic() + WAIT_S
     while not condition():
@@ -32,19 +32,6 @@ async def until(condition: Callable[[], bool]) -> None:
 async def complete(llm: Any, *request: Any, **options: Any) -> Any:
     """The finished output of a request to an AsyncLLM."""
     return await llm.submit(*request, **options).result()
-
-
-class Stopwatch:
-    """Seconds from the beginning to the end of a `with` block: to print, not to assert."""
-
-    seconds: float
-
-    def __enter__(self) -> Stopwatch:
-        self._start = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.monotonic() - self._start
 
 
 class Passes:

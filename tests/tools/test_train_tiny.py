@@ -46,7 +46,6 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     work, out = tmp_path / "work", tmp_path / "out"
     monkeypatch.setattr(command, "Settings", small)
-    monkeypatch.setattr(command, "scaled", lambda settings, _: settings)
     step = loop.Run.step
 
     def interrupted(run: loop.Run, loss_of: loop.Loss) -> float:
@@ -55,7 +54,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return step(run, loss_of)
 
     def call(stage: str, *options: str) -> None:
-        folders = ["--work", str(work), "--out", str(out), "--conversations", "200", "--pools", "1"]
+        folders = ["--work", str(work), "--out", str(out)]
         monkeypatch.setattr(sys, "argv", ["train_tiny", stage, *folders, *options])
         command.main()
 

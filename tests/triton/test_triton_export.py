@@ -18,12 +18,9 @@ from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
+from ddtree_trt.triton.export import export_triton
 from ddtree_trt.triton.layouts import LAYOUTS
 from ddtree_trt.triton.service import Settings, select_device
-
-
-def export(engine: Path, repository: Path, name: str | None = None, **options: Any) -> Path:
-    return triton.export_triton(engine, repository, name, **options)
 
 
 @pytest.fixture
@@ -36,21 +33,16 @@ def config_dict(model: Path) -> dict[str, Any]:
     return json_format.MessageToDict(read_config(model), preserving_proto_field_name=True)
 
 
-def with_manifest(monkeypatch: pytest.MonkeyPatch, engine: Path, **changes: Any) -> None:
-    """The engine's manifest says something else, and its files are taken as they are."""
-    manifest = dataclasses.replace(load_manifest(engine), **changes)
-    monkeypatch.setattr(triton, "load_manifest", lambda _: manifest)
-    monkeypatch.setattr(triton, "verify_files", lambda *_: None)
-
-
 @pytest.mark.parametrize(("layout", "batch"), [("trtllm", 1), ("vllm", 0)])
 @pytest.mark.parametrize(("name", "gpus"), [(None, ()), ("qwen3-8b.v2", (2, 5))])
 def test_the_configuration_says_what_was_asked_for(
     tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any, batch: int, name: Any, gpus: Any
 ) -> None:
-    with_manifest(monkeypatch, tiny_engine, backend="tensorrt" if gpus else "onnxruntime")
+    manifest = dataclasses.replace(load_manifest(tiny_engine), backend="tensorrt" if gpus else "onnxruntime")
+    monkeypatch.setattr(triton, "load_manifest", lambda _: manifest)
+    monkeypatch.setattr(triton, "verify_files", lambda *_: None)
     options = {"layout": layout, "link": True, "instances": 3, "gpus": gpus, "max_queue": 0}
-    model = export(tiny_engine, tmp_path / "models", name, **options)
+    model = export_triton(tiny_engine, tmp_path / "models", name, **options)
     config = read_config(model)
     assert config.name == model.name == (name or "tiny") and config.backend == "python"
     assert config.max_batch_size == batch and config.model_transaction_policy.decoupled
@@ -69,7 +61,7 @@ def test_the_configuration_says_what_was_asked_for(
 
 
 def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_path: Path) -> None:
-    model = export(engine, repository := tmp_path / "my models")
+    model = export_triton(engine, repository := tmp_path / "my models")
     assert f"--model-repository='{repository}' " in (model / "README.md").read_text()
     shutil.rmtree(engine)
     moved = repository.rename(tmp_path / "elsewhere") / "tiny" / "1" / "engine"
@@ -78,7 +70,7 @@ def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_
 
 
 def test_a_linked_engine_is_found_by_a_relative_path(engine: Path, tmp_path: Path) -> None:
-    model = export(engine, tmp_path / "a" / "b" / "models", link=True)
+    model = export_triton(engine, tmp_path / "a" / "b" / "models", link=True)
     assert not Path(os.readlink(model / "1" / "engine")).is_absolute()
     assert (model / "1" / "engine").resolve() == engine.resolve()
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
@@ -86,32 +78,32 @@ def test_a_linked_engine_is_found_by_a_relative_path(engine: Path, tmp_path: Pat
 
 
 def test_an_export_is_replaced_where_the_user_says_so(engine: Path, tmp_path: Path) -> None:
-    model = export(engine, tmp_path / "models")
+    model = export_triton(engine, tmp_path / "models")
     (model / "1" / "__pycache__").mkdir()
     (model / "1" / "__pycache__" / "model.pyc").write_bytes(b"x")  # as a server leaves it
     (model / "1" / "engine" / KERNEL_CACHE).write_bytes(b"x")  # as TensorRT for RTX does
-    assert export(engine, tmp_path / "models", layout="vllm", link=True, force=True) == model
+    assert export_triton(engine, tmp_path / "models", layout="vllm", link=True, force=True) == model
     assert read_config(model).max_batch_size == 0
     assert (model / "1" / "engine").is_symlink()
-    assert export(engine, tmp_path / "models", force=True) == model
+    assert export_triton(engine, tmp_path / "models", force=True) == model
     assert not (model / "1" / "engine").is_symlink()
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["tiny"]
 
 
 def test_a_directory_that_no_export_wrote_is_not_replaced(engine: Path, tmp_path: Path) -> None:
-    model = export(engine, tmp_path / "models")
+    model = export_triton(engine, tmp_path / "models")
     with pytest.raises(BuildError, match="give --force to replace it"):
-        export(engine, tmp_path / "models")
+        export_triton(engine, tmp_path / "models")
     (model / EXPORT).unlink()
     with pytest.raises(BuildError, match="was not written by ddtree-trt"):
-        export(engine, tmp_path / "models", force=True)
+        export_triton(engine, tmp_path / "models", force=True)
     assert read_config(model).name == "tiny"
 
 
 def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
     (engine / "weights.bin").write_bytes(b"short")
     with pytest.raises(ArtifactError, match=r"weights\.bin has 5 bytes"):
-        export(engine, tmp_path / "models")
+        export_triton(engine, tmp_path / "models")
     assert not (tmp_path / "models").exists()
 
 
@@ -121,22 +113,22 @@ def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
         ({"instances": 0}, "instances must be from 1 to 64, not 0"),
         ({"gpus": (0,)}, "--gpus is for engines that run on GPUs"),
         ({"gpus": (1, 1)}, "gpus must be different numbers"),
-        ({"name": "../up"}, "cannot name a model"),
+        ({"model_name": "../up"}, "cannot name a model"),
     ],
 )
 def test_wrong_calls(tiny_engine: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        export(tiny_engine, tmp_path / "models", **options)
+        export_triton(tiny_engine, tmp_path / "models", **options)
     assert not (tmp_path / "models").exists()
 
 
 def test_the_engine_and_the_model_may_not_lie_inside_each_other(engine: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="lies inside the engine directory"):
-        export(engine, engine / "models")
-    model = export(engine, tmp_path / "models")
+        export_triton(engine, engine / "models")
+    model = export_triton(engine, tmp_path / "models")
     with pytest.raises(UsageError, match="which would be replaced"):
-        export(model / "1" / "engine", tmp_path / "models")
-    assert export(model / "1" / "engine", tmp_path / "models", "second").is_dir()
+        export_triton(model / "1" / "engine", tmp_path / "models")
+    assert export_triton(model / "1" / "engine", tmp_path / "models", "second").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +153,7 @@ def test_an_instance_sees_its_gpu_only(kind: str, device: str, visible: str | No
 def test_an_edited_config_is_refused_with_a_reason(
     tiny_engine: Path, tmp_path: Path, key: str, value: str | None, message: str
 ) -> None:
-    config = config_dict(export(tiny_engine, tmp_path / "models", link=True))
+    config = config_dict(export_triton(tiny_engine, tmp_path / "models", link=True))
     if value is None:
         del config["parameters"][key]
     else:

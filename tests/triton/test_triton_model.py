@@ -123,7 +123,6 @@ def test_metrics_add_up(instance: Instance) -> None:
     eventually(instance, length=before["length"] + 1, **{"vllm:num_requests_running": 0})
     grown, last = {name: value - before[name] for name, value in instance.metrics.items()}, responses[-1].arrays
     assert grown["vllm:generation_tokens_total"] == 50
-    assert grown["ddtree_responses_total"] == len(responses)
     assert grown["vllm:spec_decode_num_draft_tokens_total"] == last["total_draft_tokens"].item()
     accepted, rounds = grown["vllm:spec_decode_num_accepted_tokens_total"], grown["ddtree_rounds_total"]
     assert accepted == last["total_accepted_draft_tokens"].item()
@@ -212,7 +211,7 @@ HOSTILE: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (raw('["' + "x" * 5000 + '"]'), "must be a JSON object, not", {}),
     (trtllm(), "unknown sampling parameter", {"\ud800": 1}),
     (raw('{"' + "k" * 9000 + '": 1}'), "kkkkk", {"k" * 9000: 1}),
-    (trtllm(), "timeout must be microseconds", {"timeout": 10**400}),
+    (trtllm(), "timeout, in microseconds, must be from 0 to", {"timeout": 10**400}),
     ({"text_input": np.array([[b"\xff\xfe"]], object)}, "text_input is not valid UTF-8", {}),
     ({**trtllm(), "seed": np.zeros((0,))}, "seed must hold one value", {}),
     ({**trtllm(), "beam_width": np.array([[2]])}, "beam_width takes 1 only; leave it out", {}),

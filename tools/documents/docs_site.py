@@ -1,8 +1,7 @@
 """A hook of MkDocs that adds the pages which are not in docs/: documents of other folders, and the command line.
 
 Documents of other folders, and files that any page links to, are at `source/` and their path in the repository, without
-the dots that would hide them; links to them and between them are rewritten. The page of the command line is Typer's own
-description of it.
+dots that would hide them; links are rewritten. The page of the command line is Typer's own description of it.
 """
 
 import os

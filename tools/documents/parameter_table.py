@@ -11,6 +11,7 @@ from typing import Any
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import BOTH, MAX_SEED, PARAMETERS, Parameter
 from ddtree_trt.runtime.values import MAX_INTEGER
+from ddtree_trt.triton.layouts import SETS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "generation.md"
 BEGIN, END = "<!-- begin parameters -->\n", "\n<!-- end parameters -->"
@@ -36,7 +37,8 @@ def table() -> str:
     for row in PARAMETERS.values():
         cells = [f"`{row.name}`", _default(row.default), values(row), f"{row.help} {row.more}".strip()]
         cells += [ON_DEVICE[row.device], "" if row.metavar is None else f"`{row.option}`", _http(row)]
-        lines.append(f"| {' | '.join([*cells, ', '.join(f'`{name}`' for name in row.tensors)])} |\n")
+        cells.append(", ".join(f"`{name}`" for name, field in SETS.items() if field == row.name))
+        lines.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(lines)
 
 

@@ -263,9 +263,16 @@ def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
             weights, outlook_depths,
         )  # fmt: skip
         choices = rng.integers(0, 5, (batch, tokens)).astype(np.int32)
-        path = torch.full((batch, tokens), -7, dtype=torch.int32, device=device)
-        lengths, bonus = (torch.full((batch,), -7, dtype=torch.int32, device=device) for _ in range(2))
-        torch.ops.ddtree.walk(parents, ids, dev(choices), counts, None, path, lengths, bonus, None)
+        slots, flags = torch.arange(batch, dtype=torch.int32, device=device), torch.ones_like(counts)
+        before, states = (torch.zeros(4, batch, dtype=torch.int32, device=device) for _ in range(2))
+        rows = torch.randn(2, batch, tokens, 8, device=device)  # of the tapped states, of the cache
+        cache, waiting = rows[1][None, :, None].clone(), torch.zeros(batch, 1 + length, 8, device=device)
+        result = torch.full((batch, 2 * (2 + length + tokens + outlook)), -7, dtype=torch.int32, device=device)
+        torch.ops.ddtree.commit(
+            parents, ids, dev(choices), counts, weights, outlook_depths, slots, flags, flags, before, rows[0], cache,
+            waiting, states, result,
+        )  # fmt: skip
+        found_lengths, path = result[:, 1], result[:, 3 + length : 4 + 2 * length]
 
         want_parents, want_ranks, want_depths, _, want_counts = host_trees(host, log_probs, budgets, tokens)
         whole = np.where(budgets > 0, outlook, 0).astype(np.int32)
@@ -283,8 +290,10 @@ def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
         for name, found, wanted in (
             ("counts", counts, want_counts), ("parents", parents, want_parents), ("depths", depths, want_depths),
             ("token_ids", ids, want_ids), ("log_weights", weights, seen_weights[:, 1:].astype(np.float32)),
-            ("outlook_depths", outlook_depths, seen_depths[:, 1:]), ("path", path, want_path),
-            ("lengths", lengths, want_lengths), ("next_tokens", bonus, choices[np.arange(batch), last]),
+            ("outlook_depths", outlook_depths, seen_depths[:, 1:]), ("lengths", found_lengths, want_lengths),
+            ("next_tokens", states[3], choices[np.arange(batch), last]),
+            ("path", path[:, :tokens], want_path[:, : 1 + length]),
+            ("committed lengths", states[0], want_lengths),
         ):  # fmt: skip
             np.testing.assert_array_equal(found.cpu().numpy(), wanted, err_msg=f"{name} at L={length} K={width}")
         done += batch

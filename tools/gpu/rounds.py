@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddtree_trt import _native
 from ddtree_trt.runtime.core import EngineCore
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
@@ -19,7 +20,7 @@ from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
+from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree
 from workbench.host import TOKENIZER
 
 
@@ -43,9 +44,7 @@ class HostRounds:
 
     def __init__(self, engine: Engine, *, budget: int, dflash: bool = False, profile: bool = False):
         """`profile`: whether stages wait for the device, to be timed one by one."""
-        self.engine = engine
-        self.budget = budget
-        self.dflash = dflash
+        self.engine, self.budget, self.dflash = engine, budget, dflash
         self.clock = StageClock(engine.synchronize if profile else None)
 
     def round(self, bonus: int) -> list[int]:
@@ -61,7 +60,7 @@ class HostRounds:
             request = VerifyRequest(0, compile_tree(bonus, tree))
         with self.clock("verify"):
             (verdict,) = engine.verify([request])
-            path = walk(tree, verdict.choices)
+            path = _native.walk(tree.parents, tree.token_ids, verdict.choices)
         with self.clock("commit"):
             engine.commit(0, path, taps=self.budget > 0)
         return verdict.choices[path].tolist()
@@ -105,7 +104,6 @@ def events_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> fl
 def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dflash: bool = False) -> dict[str, Any]:
     """Round times with the tree built on the host: whole rounds, and stages with a wait after each."""
     past = engine.length(0)
-    result: dict[str, Any] = {"budget": budget}
 
     def measure(*, profile: bool) -> tuple[list[float], dict[str, float], list[int]]:
         runner = HostRounds(engine, budget=budget, dflash=dflash, profile=profile)
@@ -125,9 +123,8 @@ def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dfla
         return times[3:], stages, lengths[3:]
 
     times, _, lengths = measure(profile=False)
-    result |= {"round_ms": spread(times), "tokens_per_round": statistics.mean(lengths)}
-    _, result["stage_ms"], _ = measure(profile=True)
-    return result
+    tokens_per_round, (_, stage_ms, _) = statistics.mean(lengths), measure(profile=True)
+    return {"budget": budget, "round_ms": spread(times), "tokens_per_round": tokens_per_round, "stage_ms": stage_ms}
 
 
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) -> dict[str, Any]:

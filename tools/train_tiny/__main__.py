@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from tools.train_drafter import data
 from tools.train_drafter.loop import Log
-from tools.train_drafter.settings import Schedule
 from tools.train_drafter.target import Answer, Target, load_target
 from tools.train_drafter.training import train_drafter
 
@@ -115,36 +112,17 @@ def needed(name: str) -> list[str]:
     return list(dict.fromkeys([*(found for need in NEEDS[name] for found in needed(need)), name]))
 
 
-def scaled(settings: Settings, scale: float) -> Settings:
-    """The trainings `scale` times as long."""
-
-    def with_length(part: Any) -> Any:
-        schedule: Schedule = part.schedule
-        return replace(part, schedule=replace(schedule, seconds=schedule.seconds * scale))
-
-    drafters = {name: with_length(part) for name, part in settings.drafters.items()}
-    return replace(settings, target=with_length(settings.target), drafters=drafters)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its drafters.")
     parser.add_argument("stage", choices=["all", *NEEDS])
     parser.add_argument("--work", type=Path, required=True, help="folder of intermediate files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--conversations", type=int, default=Settings().corpus.conversations)
-    parser.add_argument("--pools", type=int, help="data: how many files of 384 answers")
-    parser.add_argument("--scale", type=float, default=1.0, help="length of the trainings, times the default")
-    parser.add_argument("--threads", type=int)
     parser.add_argument("--hybrid", action="store_true", help="a target of gated delta nets, with a DFlash drafter")
     parser.add_argument(
         "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; evaluate: all"
     )
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     settings = HYBRID if args.hybrid else Settings()
-    corpus_size = replace(settings.corpus, conversations=args.conversations)
-    settings = replace(settings, corpus=corpus_size, pools=args.pools or settings.pools)
     if args.packaged or args.hybrid:  # a hybrid begins as the packaged target, and so with its tokenizer
         packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
         args.out.mkdir(parents=True, exist_ok=True)
@@ -154,7 +132,7 @@ def main() -> None:
         for name in ("tokenizer", *pair, *others):
             if not (args.out / name).exists():
                 shutil.copytree(packaged / name, args.out / name)
-    tiny = Tiny(scaled(settings, args.scale), args.work, args.out)
+    tiny = Tiny(settings, args.work, args.out)
     unknown = Settings().drafters.keys() - settings.drafters.keys()
     for name in [each for each in NEEDS if each not in unknown] if args.stage == "all" else needed(args.stage):
         began = time.time()

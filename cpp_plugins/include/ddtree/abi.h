@@ -4,7 +4,7 @@
 // not to one build of the library.
 #pragma once
 
-#define DDTREE_ABI 5
+#define DDTREE_ABI 6
 
 #define DDTREE_TEXT_OF(x) #x
 #define DDTREE_TEXT(x) DDTREE_TEXT_OF(x)

@@ -56,21 +56,6 @@ struct TokenChoice {
 };
 Status device_choose(const TokenChoice& call, Stream stream);
 
-// From the root, follows the first child whose token is the target's choice at the current node, while there is one.
-struct TreeWalk {
-    const int32_t* parents;    // [N, T]
-    const int32_t* token_ids;  // [N, T], the root's included
-    const int32_t* choices;    // [N, T], the target's token after each node
-    const int32_t* counts;     // [N], clamped to 1 ... T; null means T
-    const int32_t* past_len;   // [N]; null when next_past_len is
-    int32_t* path;             // [N, T] nodes met, root first, then -1: the rows compaction keeps
-    int32_t* lengths;          // [N] nodes met
-    int32_t* next_tokens;      // [N] the choice at the last node: the next bonus token
-    int32_t* next_past_len;    // [N] past_len + lengths; may be null, must not be past_len itself
-    int32_t sequences, tokens;
-};
-Status device_walk(const TreeWalk& call, Stream stream);
-
 // In place, in every plane (a key or a value cache of one layer) of the sequence's slot and every head: row
 // past_len + keep[j] becomes row past_len + j. keep must be strictly increasing and not negative; its first entry that
 // is not, or that lies outside the slot, ends the list.
@@ -84,5 +69,33 @@ struct KvCompact {
     int32_t row_bytes;  // a multiple of 16
 };
 Status device_compact(const KvCompact& call, Stream stream);
+
+// The end of a round. From the root, follows the first child whose token is the target's choice at the current node,
+// while there is one: the path, whose rows become the first of the pass's new ones in the cache, as in KvCompact, and
+// whose tapped states come behind those that wait for the drafter. `result` of sequence n, [2 + 2 m + 2 T + 2 O]: nodes
+// of the tree; those of the path; the target's choices along it [m], the first where it has ended; the path [m], -1
+// where it has; the tree's token ids and parents [T], and its outlook's log-weights (bits of float32) and depths [O].
+struct RoundCommit {
+    const int32_t* parents;         // [N, T]
+    const int32_t* token_ids;       // [N, T], the root's included
+    const int32_t* choices;         // [N, T], the target's token after each node
+    const int32_t* counts;          // [N], clamped to 1 ... T
+    const float* log_weights;       // [N, O]; may be null where O is 0
+    const int32_t* outlook_depths;  // [N, O]; likewise
+    const int32_t* slot_ids;        // [N], clamped to 0 ... slots - 1
+    const int32_t* holds;           // [N] whether the path's tapped states are kept
+    const int32_t* active;          // [N] whether the slot's state changes
+    const int32_t* before;  // [4, N] before the round: committed rows of the target's cache and of the drafter's,
+                            // tapped states that wait, bonus token
+    const void* tapped;     // [N, T, state_bytes]
+    void* cache;            // [planes, slots, Hkv, S, row_bytes]
+    void* waiting;          // [slots, B, state_bytes]; what has no room is not kept
+    int32_t* states;        // [4, slots] as `before`: after the round
+    int32_t* result;        // [N, ...]
+    int32_t sequences, tokens, longest, outlook;  // N, T, m: nodes of the longest path, O
+    int32_t planes, slots, kv_heads, capacity, waiting_rows;
+    int32_t row_bytes, state_bytes;  // multiples of 16
+};
+Status device_commit(const RoundCommit& call, Stream stream);
 
 }  // namespace ddtree

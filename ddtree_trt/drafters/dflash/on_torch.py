@@ -47,7 +47,6 @@ class BlockDrafter(BlockOnDevice):
         self.model = Network(dims, parts)
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
         self.waiting = torch.zeros(slots, 1 + dims.draft_length, width, dtype=cache.slab.dtype, device=device)
-        self._places = torch.arange(1 + dims.draft_length, device=device)  # in the buffer
         self.counts = [0] * slots  # waiting states of each slot
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
@@ -133,13 +132,6 @@ class BlockDrafter(BlockOnDevice):
         trees = sorted({min(nodes, budget) for nodes in (*REACHES, *CANDIDATES)})
         for top_k, length in [(1, self.dims.draft_length), *((nodes, nodes) for nodes in trees)]:
             self.draft([DraftRequest(slot, 0, top_k, length)])
-
-    def hold(self, slots: Tensor, counts: Tensor, states: Tensor, path: Tensor, lengths: Tensor) -> None:
-        place = self._places - counts[:, None]  # [N, 1 + L]: on the path
-        held = ((place >= 0) & (place < lengths[:, None]))[..., None]
-        nodes = path.gather(1, place.clamp(0, path.shape[1] - 1)).clamp(min=0).long()
-        new = states.gather(1, nodes[..., None].expand(-1, -1, states.shape[2])).to(self.waiting.dtype)
-        self.waiting.index_copy_(0, slots.long(), torch.where(held, new, self.waiting.index_select(0, slots)))
 
     def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
         if absorbed:

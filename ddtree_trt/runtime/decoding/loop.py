@@ -1,7 +1,7 @@
 """The decode loop: one round of draft → tree_build → tree_compile → verify → commit over any number of slots.
 
-Every method is decoded by this one function. Autoregressive decoding is a round whose tree is the root alone. Where an
-engine runs all five stages on its device, the results are emitted, stopped and counted here in the same way.
+Every method is decoded by it; an autoregressive round is one whose tree is the root alone. Where an engine runs all
+five stages on its device, the results are emitted, stopped and counted here in the same way.
 """
 
 from __future__ import annotations
@@ -111,26 +111,20 @@ class _SlotRound(_Part):
         return DraftRequest(self.slot, self.root_token, k, length, s.sampler.draft)
 
     def propose(self, draft: Draft) -> None:
-        """Make the tree, of what the constraint of the output allows: of a tree that was not drawn as much as may be
-        verified, for which more is drafted."""
+        """Make the tree, of what the constraint of the output allows: for as large a tree more is drafted."""
         s = self.sequence
-        constrained = s.sampler.constrained
-        nodes = with_spare(self.ceiling) if constrained and not s.method.draws else self.ceiling
+        matcher = s.sampler.matcher if s.sampler.constrained else None
+        nodes = self.ceiling if matcher is None or s.method.draws else with_spare(self.ceiling)
         try:
             self.drafted, self.drawn = s.method.propose(draft, nodes, s.sampler.draft)
         except ValueError as error:
             raise EngineError(f"the drafter's output cannot be used: {error}") from error
-        if constrained:
-            matcher = s.sampler.matcher
-            assert matcher is not None, "a constrained sequence has one"
+        if matcher is not None:
             self.drafted = allowed_part(self.drafted, matcher).cut(self.ceiling)
 
     def walk(self, verdict: Verdict) -> None:
-        """Walk the verified tree and emit the target's tokens: `path` is the accepted one [m], root first.
-
-        Each node on it yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is met
-        inside the path, the path ends there.
-        """
+        """Walk the verified tree and emit the target's tokens, one for each node of the accepted path: the accepted
+        drafts, then the next bonus token. Where a stop or a limit is met inside the path, it ends there."""
         s, sampler, tree, drawn = self.sequence, self.sequence.sampler, self.drafted, self.drawn
 
         def choose(node: int) -> int | None:
@@ -182,13 +176,16 @@ def prefill(engine: Engine, chunk: PromptChunk, clock: StageClock) -> None:
 def decode_round(
     engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: Iterable[PromptChunk] = ()
 ) -> None:
-    """Advance sequences by one round, in the same passes: on the device if all can be, else by stages, since a second
-    pass over the weights takes longer. Each holds a slot and has a bonus token that is not yet in the cache. `chunks`:
-    prompts of other slots, advanced in the same pass of an engine that mixes them with trees."""
+    """Advance sequences by one round: on the device if all can be, else by stages. Each holds a slot and has a bonus
+    token that is not yet in the cache. `chunks`: prompts of other slots, read in the same pass."""
     rounds, chunks = engine.rounds, list(chunks)
     if rounds is not None and sequences and all(map(_ON_DEVICE, sequences)):
         with clock(DEVICE_ROUND):
-            _round_on_device(engine, rounds, sequences)
+            done = 0
+            while not done:  # sequences that have left may have been alone in a round
+                while rounds.ahead < AHEAD and _launch(engine, rounds, sequences):
+                    pass
+                done = _read(engine, rounds)
         return
     if rounds is not None and rounds.ahead:
         with clock(DEVICE_ROUND):
@@ -199,32 +196,8 @@ def decode_round(
         _round_by_stages(engine, sequences, clock, chunks)
 
 
-def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
-    """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
-    slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-    inputs = []
-    for part in slot_rounds:
-        s = part.sequence
-        unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
-        inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
-    budgets = RoundPlan(inputs)
-    for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
-        part.ceiling = ceiling
-    return slot_rounds, budgets
-
-
-def _round_on_device(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> None:
-    """Launch what may be launched, and emit the tokens of the oldest round under way."""
-    done = 0
-    while not done:  # sequences that have left may have been alone in a round
-        while rounds.ahead < AHEAD and _launch(engine, rounds, sequences):
-            pass
-        done = _read(engine, rounds)
-
-
 def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> bool:
-    """Begin a round of all sequences that go on behind those under way; False if there are none. Automatic budgets are
-    chosen by what the rounds read so far have shown."""
+    """Begin a round of all sequences that go on behind those under way; False if there are none."""
     slots = [s.slot for s in sequences if s.slot is not None]  # all have one
     inputs, going = [], []
     for s, slot, ahead in zip(sequences, slots, rounds.launchable(slots), strict=True):
@@ -287,7 +260,15 @@ def _take(engine: Engine, result: RoundResult) -> None:
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock, chunks: list[PromptChunk]) -> None:
     start = time.perf_counter()
     with clock("draft"):
-        slot_rounds, budgets = _by_slot(engine, sequences)
+        slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
+        inputs = []
+        for part in slot_rounds:
+            s = part.sequence
+            unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
+            inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), s.drafts, unseen))
+        budgets = RoundPlan(inputs)
+        for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
+            part.ceiling = ceiling
         drafting = [part for part in slot_rounds if part.ceiling > 0]
         drafts = engine.draft([part.draft_request() for part in drafting])
     drafted = time.perf_counter()

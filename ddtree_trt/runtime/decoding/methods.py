@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
@@ -49,17 +50,11 @@ def _tree(draft: Draft, budget: int, draw: Draw, width: int | None = None) -> Pr
     return Proposal(DraftTree(*draft.candidates.best_first(budget, width=width)))
 
 
-def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    return _tree(draft, budget, draw, width=1)
-
-
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
     """A chain of which each token is drawn from its candidates' probabilities given the ones drawn before it."""
     from ddtree_trt.runtime.tree import chain
 
-    drawn = draft.drawn
-    if drawn is None:
-        drawn = tuple(_draws(draft.candidates, budget, draw))
+    drawn = tuple(_draws(draft.candidates, budget, draw)) if draft.drawn is None else draft.drawn
     return Proposal(chain([d.token for d in drawn]), drawn)
 
 
@@ -79,7 +74,6 @@ class Method:
     """A way to make the tree of a round."""
 
     name: str
-    makes: str  # description of the tree, for help and documents
     drafted: Drafts | None  # what a drafter must draft at a time; None: it drafts nothing, and works with every one
     propose: Callable[[Draft, int, Draw], Proposal]
     # K, the candidates per position to ask the drafter for, of the budget and of whether the request samples
@@ -104,8 +98,7 @@ class Method:
         return tuple(kind.name for kind in KINDS.values() if kind.drafts == self.drafted)
 
     def default_budget(self, drafter: DrafterKind) -> int | None:
-        """The budget `auto` of every round: 0, or the whole block, as DFlash is published and measured. None where it
-        is chosen by the costs of rounds."""
+        """The budget `auto` of every round: 0, or the whole block. None where it is chosen by the costs of rounds."""
         if self.weighs_costs:
             return None
         return drafter.longest_draft if self.drafts else 0
@@ -113,28 +106,16 @@ class Method:
 
 DDTREE = Method(
     name="ddtree",
-    makes="the B most probable prefixes (best-first heap)",
     drafted="block",
     propose=_tree,
     candidates=lambda budget, stochastic: budget,
     weighs_costs=True,
     branches=True,
 )
-DFLASH = Method(
-    name="dflash",
-    makes="the chain of the block's most probable tokens",
-    drafted="block",
-    propose=_most_probable_chain,
-)
-AUTOREGRESSIVE = Method(
-    name="ar",
-    makes="none: plain autoregressive decoding",
-    drafted=None,
-    propose=_nothing,
-)
+DFLASH = Method(name="dflash", drafted="block", propose=partial(_tree, width=1))
+AUTOREGRESSIVE = Method(name="ar", drafted=None, propose=_nothing)
 DFLASH_SAMPLE = Method(
     name="dflash-sample",
-    makes="a chain drawn from the drafter",
     drafted="block",
     propose=_drawn_chain,
     candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
@@ -143,7 +124,6 @@ DFLASH_SAMPLE = Method(
 )
 DRAFT_MODEL = Method(
     name="draft-model",
-    makes="a chain drawn from a small autoregressive model",
     drafted="tokens",
     propose=_drawn_chain,
     candidates=lambda budget, stochastic: SAMPLED_CANDIDATES if stochastic else 1,
@@ -154,7 +134,6 @@ DRAFT_MODEL = Method(
 
 EAGLE = Method(
     name="eagle",
-    makes="the most probable prefixes of a tree that an EAGLE-3 drafter grows level by level",
     drafted="levels",
     propose=_tree,
     candidates=lambda budget, stochastic: min(budget, EXPANDED),  # as many as EAGLE's rule expands
@@ -169,8 +148,7 @@ BASELINES = (AUTOREGRESSIVE, DFLASH)  # methods that every other is compared wit
 
 
 def resolve_method(name: str, drafter_kind: str) -> Method:
-    """The method of that name; `auto` is the first that drafts with the drafter. Raises UsageError for a method that
-    needs another kind of drafter."""
+    """The method of that name, or for `auto`. Raises UsageError for one that needs another kind of drafter."""
     if name == AUTO:
         return next(method for method in METHODS.values() if drafter_kind in method.drafters)
     method = METHODS[name]

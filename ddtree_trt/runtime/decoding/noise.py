@@ -4,9 +4,9 @@ A token is drawn as the argmax of log-weight + Gumbel noise, where the noise bel
 draw does not depend on the tree the token is found in, and a difference by rounding changes it at near ties only. The
 rule is in `cpp_plugins/include/ddtree/noise.h`, for host and device.
 
-The target's draws, the drafter's draws, the decisions to keep drafted tokens and the draws in place of rejected ones
-each have a separate seed. No number is used twice: a position is emitted once, and the drafter's noise also depends on
-the start of its round, since a later round may draft for a position again.
+The target's draws, the drafter's, the decisions to keep drafted tokens and the draws in place of rejected ones have a
+seed each. No number is used twice: a position is emitted once, and the drafter's noise also depends on the start of its
+round, since a later round may draft for a position again.
 """
 
 import numpy as np
@@ -25,8 +25,7 @@ class Noise:
         """For the request's completion `index`; without a seed the numbers are random."""
         sequence = np.random.SeedSequence(None if seed is None else [seed, index])
         self._target, self._draft, self._keep, self._residual = sequence.generate_state(4, np.uint64).tolist()
-        self._round_start = -1  # first position of the latest draft's round
-        self._round_seed = 0  # seed of the latest draft's round
+        self._round_start, self._round_seed = -1, 0  # of the latest draft: its round's first position, and its seed
 
     @property
     def target_seed(self) -> int:
@@ -44,19 +43,13 @@ class Noise:
     def draft(self, start: int, position: int, weights: Weights, ids: Ids) -> int:
         """The drafter's token as an index into weights [K]. `start` is the first position its round drafts for."""
         if self._round_start != start:
-            self._round_start = start
-            self._round_seed = _number(self._draft, start)
+            self._round_start, self._round_seed = start, _native.noise_bits(self._draft, start, 0)
         return _native.draw_weights(weights, self._round_seed, position, ids)
 
     def keeps(self, position: int, p: float, q: float) -> bool:
         """Whether a drafted token is kept: true with probability min(1, p/q)."""
-        return (_number(self._keep, position) >> 11) * 2.0**-53 * q < p
+        return (_native.noise_bits(self._keep, position, 0) >> 11) * 2.0**-53 * q < p
 
     def residual(self, position: int, weights: Weights) -> int:
         """The token drawn from weights [V] in place of a rejected one; -1 where all are 0."""
         return _native.draw_weights(weights, self._residual, position)
-
-
-def _number(seed: int, position: int) -> int:
-    """64 random bits of a position."""
-    return _native.noise_bits(seed, position, 0)

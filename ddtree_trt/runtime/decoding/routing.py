@@ -1,8 +1,7 @@
-"""Routing of requests: whether rounds run on the device or by stages on the host, with the reason."""
+"""Whether a request's rounds stay on the device or run by stages on the host, with the reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.backends import BACKENDS
@@ -18,46 +17,24 @@ if TYPE_CHECKING:
     from ddtree_trt.runtime.engines.base import Engine
 
 
-@dataclass(frozen=True)
-class Route:
-    """The place where a request's rounds run."""
-
-    host_reason: str | None  # why its trees are built on the host; None where its rounds stay on the device
-
-    @property
-    def on_device(self) -> bool:
-        return self.host_reason is None
-
-
-def choose_route(mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> Route:
-    """The route of a request whose `params` name a method other than `auto`. `watched`: every tree goes to a watcher.
-
-    Raises UsageError where the mode is `on` and they cannot stay on the device.
-    """
-    reason = _mode_host_reason(mode, engine) or _request_host_reason(params, watched=watched)
-    if mode == "on":
-        _refuse(reason)
-    return Route(reason)
-
-
-def _mode_host_reason(mode: DeviceRoundsMode, engine: Engine) -> str | None:
-    """Why no request of the engine has rounds on the device in this mode; None when some can."""
+def request_host_reason(
+    mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False
+) -> str | None:
+    """Why a request's rounds run on the host; None where they stay on the device. Its `params` name a method other than
+    `auto`. `watched`: every tree goes to a watcher. Raises UsageError for a reason in the mode `on`."""
     if mode == "off":
         return "device_rounds is off"
     reason = engine_host_reason(engine.manifest)
     if reason is None and mode == "auto" and not (engine.rounds and engine.rounds.by_default):
-        return "there is no GPU"
+        reason = "there is no GPU"
+    reason = reason or _params_host_reason(params, watched=watched)
+    refuse_on(mode, reason)
     return reason
 
 
-def check_mode(mode: DeviceRoundsMode, engine: Engine) -> None:
-    """Raises UsageError for `on` where the engine has no rounds on the device."""
-    if mode == "on":
-        _refuse(engine_host_reason(engine.manifest))
-
-
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
+def refuse_on(mode: DeviceRoundsMode, reason: str | None) -> None:
+    """Raises UsageError in the mode `on` where there is a reason for rounds on the host."""
+    if mode == "on" and reason is not None:
         raise UsageError(f"device_rounds is on, but {reason}; use auto or off")
 
 
@@ -77,7 +54,7 @@ def engine_host_reason(manifest: Manifest) -> str | None:
     return None
 
 
-def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None:
+def _params_host_reason(params: SamplingParams, *, watched: bool) -> str | None:
     budget, method = params.tree_budget, METHODS[params.method]
     if method.host_reason is not None:
         return f"method {method.name!r} {method.host_reason}"
@@ -85,13 +62,8 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
         return f"the device builds trees of {MAX_DEVICE_BUDGET} nodes at most, not of {budget}"
     if watched:
         return "its trees are watched, and a tree on the device is not seen"
-    if names := _not_honoured(params):
+    honoured = ("always",) if params.stochastic else ("always", "greedy")
+    rows = [row for row in PARAMETERS.values() if row.device not in honoured]
+    if names := [row.name for row in rows if getattr(params, row.name) != row.default]:
         return f"{', '.join(names)} work{'' if len(names) > 1 else 's'} on logits, which stay on the device"
     return None
-
-
-def _not_honoured(params: SamplingParams) -> list[str]:
-    """Names of the parameters whose value the device's greedy or Gumbel choice does not honour."""
-    honoured = ("always",) if params.stochastic else ("always", "greedy")
-    rows = (row for row in PARAMETERS.values() if row.device not in honoured)
-    return [row.name for row in rows if getattr(params, row.name) != row.default]

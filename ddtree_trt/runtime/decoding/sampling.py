@@ -1,10 +1,9 @@
 """Choosing tokens from the target's logits, along the walk only.
 
-A sampler serves one sequence. A token is drawn by noise that belongs to its position and id (`noise.py`), so the
-emitted tokens depend on the target's logits, the parameters and the seed, but not on which trees were drafted: with one
-seed `ar`, `dflash` and `ddtree` give the same text, except where two tokens are within rounding of each other. That
-sampling from the target and testing membership in the tree preserves the distribution is trivial: every emitted token
-is a draw from the target.
+A token is drawn by noise that belongs to its position and id (`noise.py`), so the emitted tokens depend on the target's
+logits, the parameters and the seed, but not on which trees were drafted: with one seed `ar`, `dflash` and `ddtree` give
+the same text, except where two tokens are within rounding of each other. That the distribution is preserved is trivial:
+every emitted token is a draw from the target.
 """
 
 import math
@@ -29,8 +28,7 @@ _NOT_FINITE = (
 
 
 class Sampler:
-    """Chooses the tokens of one sequence from logits. `observe` changes it and must get every emitted token in
-    order."""
+    """Chooses the tokens of one sequence from logits. `observe` must get every emitted token in order."""
 
     def __init__(
         self,
@@ -43,6 +41,8 @@ class Sampler:
     ) -> None:
         """`matcher`: holds the output to `params.structured`; None where there is no constraint."""
         self.params = params
+        # Whether tokens are excluded by their probabilities, which must then be computed.
+        self._filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self._matcher = matcher
         self.constrained = matcher is not None
         self.noise = Noise(params.seed, index)
@@ -73,11 +73,6 @@ class Sampler:
         processed = self._penalties or len(self._bias) or self._left > 0
         # Whether the next token is the argmax of the target's logits, so that no row of them is needed.
         self.takes_choices = not (self.params.stochastic or processed or self._matcher)
-
-    @property
-    def _filters(self) -> bool:
-        """Whether tokens are excluded by their probabilities, which must then be computed."""
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
     def observe(self, tokens: Sequence[int]) -> bool:
         """Count emitted tokens; returns whether the constraint of the output, if there is one, allows no more."""
@@ -138,14 +133,12 @@ class Sampler:
         if self.noise.keeps(self._position, p[drawn.token], q):
             return drawn.token
         p[drawn.candidates] -= drawn.probs
-        residual = np.maximum(p, 0, out=p)
-        token = self.noise.residual(self._position, residual)
+        token = self.noise.residual(self._position, np.maximum(p, 0, out=p))
         return drawn.token if token < 0 else token  # no residual: p and q differ by rounding only
 
     def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
         """Draw a draft token from the drafter's candidates [K], by falling probability, at this request's temperature
-        and filters: any distribution is valid, and the nearer it is to the target's the more is accepted. `depth` is 0
-        for the token behind the bonus token, and rises along a round's chain."""
+        and filters: any distribution is valid. `depth` is 0 for the token behind the bonus token."""
         params = self.params
         if not params.stochastic:
             return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))

@@ -36,22 +36,16 @@ def test_expected_and_observed_tokens_agree(tiny_engine: Path, monkeypatch: pyte
     assert expected == pytest.approx(observed, rel=0.05)
 
 
-def poor_prompts(count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(0, 2048, (count, 20)).tolist()
-
-
-def good_prompts(count: int) -> list[str]:
-    return [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:count]]
-
-
 def test_short_answers_half_of_them_poor_keep_their_drafts(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "load_or_measure", lambda *_: CPU)
-    chats = [[{"role": "user", "content": p}] for p in good_prompts(24)]
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:24]]
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    poor = np.random.default_rng(0).integers(0, 2048, (24, 20)).tolist()
 
     def per_round(mixed: bool) -> float:
         committed: list[int] = []
         with LLM(tiny_engine) as llm:
-            for seed, (chat, random) in enumerate(zip(chats, poor_prompts(24), strict=True)):
+            for seed, (chat, random) in enumerate(zip(chats, poor, strict=True)):
                 (output,) = llm.generate([chat], SamplingParams(max_tokens=24))
                 committed += output.metrics.acceptance_lengths
                 if mixed:

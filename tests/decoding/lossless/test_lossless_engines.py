@@ -48,10 +48,6 @@ def opened(request: pytest.FixtureRequest, built: Any) -> Iterator[tuple[str, LL
         yield kind, llm
 
 
-def is_exact(llm: LLM) -> bool:
-    return llm.engine.inexact is None
-
-
 class Tie:
     """How near a difference is to a tie, by the target's row behind the tokens both outputs have."""
 
@@ -117,7 +113,7 @@ def differences(llm: LLM, asked: Sequence[Any], params: Sequence[SamplingParams]
             said[key] = llm.generate(prompt, alone)[0]
         expected = said[key]
         for a, b in zip(expected.outputs, output.outputs, strict=True):
-            if is_exact(llm):
+            if llm.engine.inexact is None:
                 assert a == b, f"{p}: not that of ar in an exact engine"
             if a.token_ids == b.token_ids:
                 assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
@@ -198,7 +194,9 @@ def check_random(opened: tuple[str, LLM], count: int, seed: int, **options: Any)
         asked = [CHATS[i] for i in rng.integers(0, len(CHATS), rng.integers(1, 6))]
         if rng.random() < 0.3:
             asked[0] = rng.integers(5, vocab, 300).tolist()
-        params = [dataclasses.replace(random_params(rng, kind, vocab, is_exact(llm)), **options) for _ in asked]
+        params = [
+            dataclasses.replace(random_params(rng, kind, vocab, llm.engine.inexact is None), **options) for _ in asked
+        ]
         wrong += differences(llm, asked, params, llm.generate(asked, params))
         made += sum(p.n for p in params)
     print(f"\n{len(wrong)} of {made} completions are not those of ar\n" + "\n".join(wrong))

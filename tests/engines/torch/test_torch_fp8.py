@@ -68,5 +68,5 @@ def test_what_cannot_be_in_fp8_is_refused(tiny_engine: Path) -> None:
         quantise({}, mixture, "on")
     with pytest.raises(UsageError, match="fp8 is for engines of the torch backend"):
         open_engine(tiny_engine, fp8="on")
-    with pytest.raises(UsageError, match="weights of a target that is split are not quantised"):
+    with pytest.raises(UsageError, match="weights of a split target are not quantised"):
         EngineOptions(tensor_parallel_size=2, fp8="on")

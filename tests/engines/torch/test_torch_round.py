@@ -299,29 +299,21 @@ def test_rounds_on_the_kernels(
 # Its parts
 
 
-@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))
-def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> None:
-    """Masks and walks of padded trees, as the kernels compute them; neither is written in terms of the other."""
-    rng, tokens = np.random.default_rng(seed), 70
-    parents = np.full((len(sizes), tokens), -1, np.int32)
-    for row, size in zip(parents, sizes, strict=True):
-        row[1:size] = [rng.integers(0, i) for i in range(1, size)]
-    token_ids, choices = (rng.integers(0, 4, parents.shape).astype(np.int32) for _ in range(2))
-    past = rng.integers(0, 50, len(sizes)).astype(np.int32)
+@given(seed=st.integers(0, 10_000), tokens=st.integers(1, 70))
+def test_the_hosts_operators_are_the_reference(seed: int, tokens: int) -> None:
+    """Masks and commits of padded trees, as the kernels compute them; neither is written in terms of the other."""
+    given = plugin_reference.random_commit(np.random.default_rng(seed), tokens, tokens)
+    for row, size in zip(given["parents"], given["counts"], strict=True):
+        row[size:] = -1
     words = -(-tokens // 32) + 1
-    mask = torch.full((len(sizes), tokens, words), 7, dtype=torch.int32)
-    tree, said, drafted = (torch.from_numpy(a) for a in (parents, choices, token_ids))
-    HostOps().packed_mask(tree, mask)
-    path = torch.zeros(parents.shape, dtype=torch.int32)
-    lengths, following, new_past = (torch.zeros(len(sizes), dtype=torch.int32) for _ in range(3))
-    counts = torch.tensor(sizes, dtype=torch.int32)
-    HostOps().walk(tree, drafted, said, counts, torch.from_numpy(past), path, lengths, following, new_past)
-    for n, size in enumerate(sizes):
-        np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
-        nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
-        assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
-        found = (int(lengths[n]), int(following[n]), int(new_past[n]))
-        assert found == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
+    mask = torch.full((3, tokens, words), 7, dtype=torch.int32)
+    HostOps().packed_mask(torch.from_numpy(given["parents"]), mask)
+    for n, parents in enumerate(given["parents"]):
+        np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents, words))
+    expected = plugin_reference.commit(**given)
+    HostOps().commit(**{name: torch.from_numpy(array) for name, array in given.items()})
+    for name, wanted in zip(("cache", "waiting", "states", "result"), expected, strict=True):
+        np.testing.assert_array_equal(given[name], wanted)
 
 
 def test_choices_are_the_hosts() -> None:

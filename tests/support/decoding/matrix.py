@@ -49,16 +49,11 @@ def drafter(form: str, quality: str, target: MarkovTarget) -> Drafter:
 
 
 def engine(
-    method: str,
-    target: MarkovTarget,
-    form: str = "marginals",
-    quality: str = "good",
-    of: Any = ScriptedEngine,
-    **options: Any,
+    method: str, target: MarkovTarget, form: str = "marginals", quality: str = "good", **options: Any
 ) -> ScriptedEngine:
     """With the kind of drafter that the method needs."""
-    kind = "autoregressive" if method.startswith("draft-model") else "dflash"
-    return of(target, drafter(form, quality, target), kind=kind, **options)
+    kind: Any = "autoregressive" if method.startswith("draft-model") else "dflash"
+    return ScriptedEngine(target, drafter(form, quality, target), kind=kind, **options)
 
 
 # Constraints

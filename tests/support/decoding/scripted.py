@@ -4,7 +4,6 @@ The target is a table or a list of tokens to say, the drafter anything from the 
 enemy. The engine checks what the loop asks of it, spoils what it lent out at its next pass, and logs every call.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -18,7 +17,6 @@ from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
-from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DeviceRounds, Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
@@ -58,13 +56,7 @@ class ScriptedEngine:
     mixes = False
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        *,
-        kind: Kind = "dflash",
-        block_size: int = 4,
-        **limits: int,
+        self, target: Target, drafter: Drafter, *, kind: Kind = "dflash", block_size: int = 4, **limits: int
     ) -> None:
         self.target, self.drafter, self.kind = target, drafter, kind
         sizes = {"max_seq_len": 64, "max_batch": 4, "max_tree_budget": 64, "prefill_chunk": 8, **limits}
@@ -82,10 +74,6 @@ class ScriptedEngine:
 
     def unseen(self, slot: int) -> int:
         return 0
-
-    def held(self, slot: int) -> list[int]:
-        """The tokens in the slot's cache."""
-        return list(self._slots[slot].tokens)
 
     def restorable(self, slot: int, length: int) -> int:
         return length
@@ -244,7 +232,7 @@ def completion(
             keep_stop=params.include_stop_str_in_output,
         ),
         budget=FixedBudget(budget),
-        route=Route("a scripted engine has no rounds of its own"),
+        why_host="a scripted engine has no rounds of its own",
     )
 
 
@@ -264,7 +252,3 @@ def generate(engine: ScriptedEngine, prompt: Sequence[int], params: SamplingPara
     completions = [completion(engine, prompt, params, index=i) for i in range(batch)]
     finish(Scheduler(engine), completions)
     return [c.output for c in completions]
-
-
-def verbs(engine: ScriptedEngine) -> Counter[str]:
-    return Counter(call.verb for call in engine.calls)

@@ -48,11 +48,15 @@ class _TokenChoice(ctypes.Structure):
     ]
 
 
-class _TreeWalk(ctypes.Structure):
+class _RoundCommit(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "parents token_ids choices counts past_len".split()),
-        *((name, ctypes.c_void_p) for name in "path lengths next_tokens next_past_len".split()),
-        *((name, ctypes.c_int32) for name in "sequences tokens".split()),
+        *((name, ctypes.c_void_p) for name in "parents token_ids choices counts log_weights outlook_depths".split()),
+        *(
+            (name, ctypes.c_void_p)
+            for name in "slot_ids holds active before tapped cache waiting states result".split()
+        ),
+        *((name, ctypes.c_int32) for name in "sequences tokens longest outlook planes slots kv_heads".split()),
+        *((name, ctypes.c_int32) for name in "capacity waiting_rows row_bytes state_bytes".split()),
     ]
 
 
@@ -87,7 +91,7 @@ CALLS: dict[str, type[ctypes.Structure]] = {
     "build_tree": _TreeBuild,
     "packed_mask": _PackedMask,
     "choose": _TokenChoice,
-    "walk": _TreeWalk,
+    "commit": _RoundCommit,
     "compact": _KvCompact,
     "delta_tree": _DeltaTree,
     "delta_commit": _DeltaCommit,

@@ -147,6 +147,52 @@ def walk(parents: Int32, token_ids: Int32, choices: Int32, count: int) -> list[i
     return path
 
 
+def commit(
+    parents: Int32, token_ids: Int32, choices: Int32, counts: Int32, log_weights: NDArray[np.float32],
+    outlook_depths: Int32, slot_ids: Int32, holds: Int32, active: Int32, before: Int32, tapped: NDArray[Any],
+    cache: NDArray[Any], waiting: NDArray[Any], states: Int32, result: Int32,
+) -> tuple[NDArray[Any], ...]:  # fmt: skip
+    """(cache, waiting, states, result), copies, as `ddtree/round.h` says."""
+    waiting, states, told = waiting.copy(), states.copy(), []
+    longest = result.shape[1] // 2 - 1 - parents.shape[1] - log_weights.shape[1]
+    for n, slot in enumerate(np.clip(slot_ids, 0, cache.shape[1] - 1)):
+        path = walk(parents[n], token_ids[n], choices[n], int(counts[n]))[:longest]
+        keep, length = np.array([path], np.int32), len(path)
+        cache = compact(cache, np.array([slot]), before[0, n : n + 1], keep, np.array([length]))
+        first = int(np.clip(before[2, n], 0, waiting.shape[1]))
+        room = waiting[slot, first : first + length] if holds[n] else waiting[:0, 0]
+        room[...] = tapped[n, path[: len(room)]]
+        added = [length, 0, length * (holds[n] != 0), choices[n, path[-1]] - before[3, n]]
+        states[:, slot] = before[:, n] + (np.array(added) if active[n] else 0)
+        padded = path + [-1] * (longest - length)
+        said = choices[n, np.maximum(padded, 0)]
+        seen = log_weights[n].view(np.int32), outlook_depths[n]
+        told.append(np.concatenate(([counts[n], length], said, padded, token_ids[n], parents[n], *seen)))
+    return cache, waiting, states, np.array(told, np.int32)
+
+
+def random_commit(rng: np.random.Generator, tokens: int, longest: int, outlook: int = 5) -> dict[str, NDArray[Any]]:
+    """The arguments of `commit` for three of five slots. Few distinct tokens, so that walks are long and siblings may
+    even share one."""
+    n, slots, width = 3, 5, 24
+    near = [[-1, *(int(rng.integers(max(0, i - 9), i)) for i in range(1, tokens))] for _ in range(n)]
+    tree = rng.integers(0, 3, (2, n, tokens))
+    arrays: dict[str, Any] = {
+        "parents": near, "token_ids": tree[0], "choices": tree[1], "counts": rng.integers(1, tokens + 1, n),
+        "log_weights": rng.normal(size=(n, outlook)).astype(np.float32),
+        "outlook_depths": rng.integers(0, 9, (n, outlook)), "slot_ids": rng.permutation(slots)[:n],
+        "holds": rng.integers(0, 2, n), "active": rng.integers(0, 2, n), "before": rng.integers(0, 9, (4, n)),
+        "tapped": rng.integers(0, 2**15, (n, tokens, width)).astype(np.int16),
+        "cache": rng.integers(0, 2**15, (4, slots, 2, tokens + 9, 8)).astype(np.int16),
+        "waiting": rng.integers(0, 2**15, (slots, longest + 9, width)).astype(np.int16),
+        "states": rng.integers(0, 99, (4, slots)), "result": np.zeros((n, 2 * (1 + longest + tokens + outlook))),
+    }  # fmt: skip
+    return {
+        k: a if getattr(a, "dtype", None) in (np.int16, np.float32) else np.array(a, np.int32)
+        for k, a in arrays.items()
+    }
+
+
 def delta_tree(
     mixed: Float, log_decays: Float, steps: Float, parents: Int32, states: Float, heads: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -119,11 +119,12 @@ class _Metric:
     def set(self, value: float) -> None:
         self._values[self._key] = value
 
-    def observe(self, value: float) -> None:
-        self._values[self._key] += value
+    observe = increment
 
 
-def _module(values: dict[str, float]) -> types.ModuleType:
+def backend_utils(values: dict[str, float]) -> Any:
+    """The server's module, whose metrics are kept in `values`, by their names or outcomes."""
+
     class MetricFamily:
         COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -131,13 +132,13 @@ def _module(values: dict[str, float]) -> types.ModuleType:
             self._name = name
 
         def Metric(self, labels: Mapping[str, str], buckets: Sequence[float] = ()) -> _Metric:  # the server's name
+            assert list(buckets) == sorted({*buckets})
             return _Metric(values, labels.get("outcome", self._name))
 
-    module: Any = types.ModuleType("triton_python_backend_utils")
-    module.Tensor, module.TritonError, module.InferenceResponse = Tensor, TritonError, InferenceResponse
-    module.TritonModelException, module.MetricFamily = RuntimeError, MetricFamily
-    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
-    return module
+    return types.SimpleNamespace(
+        Tensor=Tensor, TritonError=TritonError, InferenceResponse=InferenceResponse, MetricFamily=MetricFamily,
+        TritonModelException=RuntimeError, TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+    )  # fmt: skip
 
 
 class Instance:
@@ -147,7 +148,7 @@ class Instance:
         self.metrics: dict[str, float] = {}
         config = read_config(directory)
         self.declared = frozenset(output.name for output in config.output)
-        sys.modules["triton_python_backend_utils"] = _module(self.metrics)
+        sys.modules["triton_python_backend_utils"] = backend_utils(self.metrics)
         spec = importlib.util.spec_from_file_location("exported_model", directory / "1" / "model.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -23,18 +22,14 @@ from ddtree_trt.replicas.deployment import APPLICATION, connected
 @contextlib.contextmanager
 def private_cluster() -> Iterator[dict[str, str]]:
     """Environment variables under which a process starts a cluster of its own, whatever runs on this machine."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie in it: pytest's folders have too long names
-    names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ |= names
-    try:
+    # Not in pytest's folders, whose names are too long for the sockets in it.
+    folders = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with folders as folder, pytest.MonkeyPatch.context() as patch:
+        names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+        names["RAY_AUTH_MODE"] = "disabled"
+        for name, value in names.items():
+            patch.setenv(name, value)
         yield names
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def processes(title: str) -> list[int]:
@@ -93,7 +88,7 @@ class Replicas(ProcessServer):
             before = self._tokens()
             body, headers = {"prompt": "x", "max_tokens": 1}, {"X-Session-Id": str(number)}
             httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S).raise_for_status()
-            wait_for(partial(self._any_moved, before))
+            wait_for(partial(self._moved, before))
             (moved,) = self._moved(before)
             if moved != other_than:
                 return str(number), moved
@@ -101,9 +96,6 @@ class Replicas(ProcessServer):
 
     def _tokens(self) -> dict[str, float]:
         return {name: figures["vllm:generation_tokens_total"] for name, figures in self.figures().items()}
-
-    def _any_moved(self, before: dict[str, float]) -> bool:
-        return bool(self._moved(before))
 
     def _moved(self, before: dict[str, float]) -> list[str]:
         """The engines that have finished requests since."""

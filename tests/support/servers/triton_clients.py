@@ -1,19 +1,18 @@
 """Asking the server over its transports: HTTP `generate` and `generate_stream`, and gRPC streams."""
 
-import http.client
 import json
 import queue
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from pacing import WAIT_S, wait_for
 
 from tools.triton_server import TritonServer
 
-WAIT_S = 120.0  # a guard against hangs
 # Slow on purpose: one token a round, and no end before the last token.
 LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
 
@@ -30,17 +29,17 @@ def values(model: str, prompt: str, *, stream: bool, **sampling: Any) -> dict[st
 
 def generate(server: TritonServer, model: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Status and JSON of a `generate` request."""
-    with _post(server, model, "generate", body) as response:
+    with open_stream(server, model, "generate", body) as response:
         return response.status, json.loads(response.read())
 
 
 def generate_stream(server: TritonServer, model: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The events of a `generate_stream` request."""
-    with _post(server, model, "generate_stream", body) as response:
+    with open_stream(server, model, "generate_stream", body) as response:
         return list(events(response))
 
 
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     """Server-sent events as they come."""
     for line in response:
         if line.startswith(b"data: "):
@@ -48,17 +47,14 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _post(server: TritonServer, model: str, verb: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection(server.http, timeout=WAIT_S)
+def open_stream(server: TritonServer, model: str, verb: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+    connection = HTTPConnection(server.http, timeout=WAIT_S)
     try:
         path = f"/v2/models/{model}/{verb}"
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         yield connection.getresponse()
     finally:
         connection.close()  # before the end: the client has gone away
-
-
-open_stream = _post
 
 
 def tensors(client: grpcclient.InferenceServerClient, model: str, request: Mapping[str, Any]) -> list[Any]:
@@ -123,9 +119,7 @@ def text(responses: list[dict[str, Any]]) -> str:
 
 
 def _first(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    item = value[0]
+    item = value if isinstance(value, str) else value[0]
     return item.decode() if isinstance(item, bytes) else item
 
 
@@ -137,20 +131,12 @@ def metric(server: TritonServer, name: str, model: str, **labels: str) -> float:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes true in time."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    """True, once the condition is."""
+    wait_for(condition)
     return True
 
 
 def idle(server: TritonServer, model: str) -> bool:
     """Whether no sequence of the model holds a slot or waits for one."""
-    return eventually(
-        lambda: (
-            metric(server, "vllm:num_requests_running", model) == 0
-            and metric(server, "vllm:num_requests_waiting", model) == 0
-        )
-    )
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return eventually(lambda: not any(metric(server, name, model) for name in names))

@@ -14,7 +14,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metric, text, values
+from pacing import WAIT_S
+from triton_clients import ask, eventually, generate, grpc_stream, metric, text, values
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.triton.export import export_triton

@@ -4,18 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from triton_clients import (
-    LONG,
-    ask,
-    events,
-    eventually,
-    generate,
-    grpc_stream,
-    idle,
-    metric,
-    open_stream,
-    values,
-)
+from triton_clients import LONG, ask, events, eventually, generate, grpc_stream, idle, metric, open_stream, values
 from tritonclient.utils import InferenceServerException
 
 from tools.triton_server import TritonServer

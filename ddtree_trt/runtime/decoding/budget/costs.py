@@ -24,13 +24,12 @@ SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made wit
 
 
 class Costs:
-    """Seconds of passes by slots, tokens of context and tree nodes.
+    """Seconds of passes by slots, tokens of context and tree nodes: a profile, continued linearly in all three.
 
-    The profile is continued linearly in all three. Times of rounds correct it: by one ratio for all, the pace of the
-    moment, since other work slows down what is seldom made, too; and by mean ratios for each power of two of slots, of
-    drafts, and of verifications (with all else of a round) for each half power of two of tree tokens. Between sizes
-    seen ratios are interpolated; other sizes and numbers of slots take the nearest one's. Passes that are not padded
-    take what they would if the rows of all their trees were shared equally.
+    Rounds correct it: by one ratio for all, the pace of the moment, since other work slows down what is seldom made,
+    too; and by mean ratios for each power of two of slots, of drafts, and of verifications (with all else of a round)
+    for each half power of two of tree tokens. Between sizes seen they are interpolated; others take the nearest one's.
+    Passes that are not padded take what they would if the rows of all their trees were shared equally.
     """
 
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:
@@ -72,8 +71,7 @@ class Costs:
         return self._drafted >= min(SINGLES * (1 + self._singles) ** 2, SELDOM)
 
     def verify_s(self, past: int, slots: int, trees: int | None = None) -> NDArray[np.float64]:
-        """[1 + max_nodes]: a pass in which so many of the slots, or all, have trees of n nodes and the others none, and
-        all else of a round but the draft."""
+        """[1 + max_nodes]: all of a round but the draft, where so many of the slots, or all, have trees of n nodes."""
         trees = slots if trees is None or self._padded else trees
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
@@ -94,8 +92,7 @@ class Costs:
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
-        """Take the seconds of a round: of (each pass of) the draft for `drafting` of its slots, and of all the rest, in
-        which the slots' trees had so many nodes."""
+        """Take a round's seconds: of (each pass of) the draft for `drafting` slots, and of the rest with `nodes`."""
         widest = min(max(nodes), len(self._tokens) - 1)
         self._singles, self._drafted = (self._singles, self._drafted + 1) if widest else (self._singles + 1, 0)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)

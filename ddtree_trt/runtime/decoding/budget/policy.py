@@ -1,4 +1,4 @@
-"""The rule of automatic budgets; the package's docstring says what it is."""
+"""The rule of automatic budgets, which docs/architecture.md states."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class FixedBudget:
 
 
 class AutoBudgets:
-    """What the automatic budgets of an engine's requests share: the costs of passes, what a new request expects, what
-    probes may lose, and a rest of planning."""
+    """What automatic budgets share: costs, what a new request expects, what probes may lose, and a rest of planning."""
 
     def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Drafts = "block") -> None:
         """`max_depth`: most tokens of a path. A drafter by tokens makes chains, of a node in each pass."""
@@ -213,8 +212,7 @@ class RoundPlan:
         return self._nodes
 
     def _probe(self, able: list[int]) -> list[int]:
-        """The slots that have waited longest for a draft, as few as could gain, if what probes may lose affords it;
-        else all rest until it will."""
+        """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
         shared, count, rest = self._shared, 1, float(REST)
         able.sort(key=lambda i: -self._autos[i].waited)
         while count <= len(able):
@@ -310,8 +308,7 @@ class RoundPlan:
 
     def weigh(self, drafted: Mapping[int, DraftTree]) -> list[Floats]:
         """The acceptance probabilities [n] of the nodes of slots' drafted trees, 0 of those that the output ends above,
-        which the slots' requests expect of their next drafts, too: of a probe nothing else from then on. `choose` asks;
-        of a round planned ahead the caller does, with what was drafted."""
+        which the requests expect of their next drafts, too. Of a round planned ahead the caller asks, not `choose`."""
         drafts = []
         for i, tree in drafted.items():
             budget = self._autos[i]

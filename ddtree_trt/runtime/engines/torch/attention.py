@@ -98,7 +98,7 @@ class DeviceCache(SlotLengths):
 
 
 OPERATORS = (  # of torch.ops.ddtree, as cpp_plugins/torch/ops.cpp registers them
-    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "choose", "walk", "compact"),
+    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "choose", "commit", "compact"),
     *("draft_top", "add_rms_norm", "split_qkv", "delta_tree", "delta_commit", "swiglu"),
 )
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ddtree_trt import _native
 from ddtree_trt.device.buffers import RoundShapes
+from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import mask_words, write_mask
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Place, load_operators
+from ddtree_trt.runtime.engines.torch.products import Draws
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.tree import build_tree
 
@@ -69,19 +71,34 @@ class HostOps:
                 for row, (logit, position) in enumerate(zip(logits[n].numpy(), positions[n].tolist(), strict=True)):
                     choices[n, row] = _native.draw_logits(logit, temperature, seed, position + 1)
 
-    def walk(
-        self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
-        path: Tensor, lengths: Tensor, next_tokens: Tensor, next_past: Tensor,
+    def commit(
+        self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, log_weights: Tensor,
+        outlook_depths: Tensor, slot_ids: Tensor, holds: Tensor, active: Tensor, before: Tensor, tapped: Tensor,
+        cache: Tensor, waiting: Tensor, states: Tensor, result: Tensor,
     ) -> None:  # fmt: skip
-        """The accepted paths into path [N, T], padded with −1; their lengths, next bonus tokens and the next committed
-        lengths into tensors [N]."""
-        path.fill_(-1)
-        for n, size in enumerate(counts.tolist()):
-            tree, chosen = parents[n, :size].numpy(), choices[n, :size].numpy()
-            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), chosen)
-            path[n, : len(nodes)] = torch.from_numpy(nodes)
-            lengths[n], next_tokens[n] = len(nodes), int(chosen[nodes[-1]])
-        next_past.copy_(past + lengths)
+        """Keep the rows of the accepted paths in the cache [planes, slots, Hkv, S, D], their tapped states [N, T, M·H]
+        in the buffers waiting [slots, B, M·H] of slots that hold them, the next states [4, slots] of active ones, and
+        what the host is told in result [N, width]; `before` are the states [4, N] until now."""
+        states.index_copy_(1, slot_ids.long(), before)
+        longest = result.shape[1] // 2 - 1 - parents.shape[1] - log_weights.shape[1]
+        for n, (size, slot) in enumerate(zip(counts.tolist(), slot_ids.tolist(), strict=True)):
+            nodes = torch.from_numpy(
+                _native.walk(parents[n, :size].numpy(), token_ids[n, 1:size].numpy(), choices[n, :size].numpy())
+            ).long()
+            path = torch.full((longest,), -1)
+            path[: len(nodes)] = nodes
+            past, _, held, _ = before[:, n].tolist()
+            cache[:, slot, :, past : past + len(nodes)] = cache[:, slot][:, :, past + nodes]
+            if holds[n]:
+                waiting[slot, held : held + len(nodes)] = tapped[n, nodes].to(waiting.dtype)
+            if active[n]:
+                states[PAST - 1, slot] += len(nodes)
+                states[WAITING - 1, slot] += len(nodes) * holds[n]
+                states[BONUS - 1, slot] = choices[n, nodes[-1]]
+            said = torch.tensor([size, len(nodes)]), choices[n, path.clamp(min=0)], path
+            result[n] = torch.cat(
+                (*said, token_ids[n], parents[n], log_weights[n].view(torch.int32), outlook_depths[n])
+            )
 
 
 class BlockOnDevice(Drafter):
@@ -89,7 +106,8 @@ class BlockOnDevice(Drafter):
 
     dims: Any  # has `draft_length`, `block_size` and `head_size`
     cache: DeviceCache
-    counts: list[int]  # states that wait, of each slot; most 1 + L
+    waiting: Tensor  # [slots, 1 + L, M·H]: the states that wait
+    counts: list[int]  # how many, of each slot
 
     @abstractmethod
     def run(
@@ -97,11 +115,6 @@ class BlockOnDevice(Drafter):
     ) -> tuple[Tensor, ...]:
         """Process the waiting states and draft behind them, for int32 [N] each: of the first `reach` positions, P,
         log-probabilities [N, P, K], falling, and the candidates int32 [N, P, K]. Nothing where P is 0."""
-
-    @abstractmethod
-    def hold(self, slots: Tensor, counts: Tensor, states: Tensor, path: Tensor, lengths: Tensor) -> None:
-        """Put the states of the first `lengths` nodes of paths int32 [N, m], of tapped states [N, T, M·H], behind the
-        `counts` that wait in the buffers of slots, int32 [N] each; the host's counts stay as they are."""
 
     @abstractmethod
     def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
@@ -182,32 +195,26 @@ class RoundPasses:
     def verify(self, count: int, tokens: int) -> None:
         """Build the trees, of T tokens at most, of the first slots told, N; verify and walk them, and commit."""
         columns, target, ops = self.columns, self._target, self._ops
-        told, longest, outlook = columns.ints[:, :count], self.longest(tokens), self._shapes.outlook(tokens)
+        told, outlook = columns.ints[:, :count], self._shapes.outlook(tokens)
         slots, state = self._entered(told, ENTERS)
-        past, context, waiting, bonus_tokens = state
-        token_ids, parents, depths, positions, choices, path = slots.new_empty(6, count, tokens)
-        counts, lengths, following, next_past = slots.new_empty(4, count)
+        past, _, _, bonus_tokens = state
+        positions, token_ids, parents, depths, choices = slots.new_empty(5, count, tokens)
+        counts = slots.new_empty(count)
         log_weights, outlook_depths = self._log_probs.new_empty(count, outlook), slots.new_empty(count, outlook)
         tree = (token_ids, parents, depths, positions, counts, log_weights, outlook_depths)
         drafted = self._drafted(count, self._shapes.candidates(tokens))
         ops.build_tree(*drafted, bonus_tokens, told[BUDGET], past, *tree)
         mask = slots.new_empty(count, tokens, mask_words(tokens))
         ops.packed_mask(parents, mask)
-        logits, tapped = target.run(token_ids, positions, Place(slots, past, mask))
+        hidden, tapped = target.network.forward(token_ids, positions, Place(slots, past, mask), MaskMode.TREE)
         assert tapped is not None, "a target built for a block drafter taps its states"
-        ops.choose(logits, positions, columns.temperatures[:count], columns.seeds[:count], choices)
-        ops.walk(parents, token_ids, choices, counts, past, path, lengths, following, next_past)
-
-        kept = path[:, :longest].contiguous()
-        target.cache.compact(slots, past, kept, lengths)
-        held = lengths * told[HOLDS]
-        self._drafter.hold(slots, waiting, tapped, kept, held)
-        said = choices.gather(1, kept.clamp(min=0).long())
-        weights = log_weights.view(torch.int32)
-        found = (counts[:, None], lengths[:, None], said, kept, token_ids, parents, weights, outlook_depths)
-        self.results[: count * self.width(tokens)].view(count, -1).copy_(torch.cat(found, 1))
-        after = torch.stack((next_past, context, waiting + held, following))
-        self._states.index_copy_(1, slots.long(), torch.where(told[ACTIVE].bool(), after, state))
+        draws = Draws(positions, columns.temperatures[:count], columns.seeds[:count])
+        target.network.choose(hidden, draws, choices, target.logits, ops.choose)
+        result = self.results[: count * self.width(tokens)].view(count, -1)
+        ops.commit(
+            parents, token_ids, choices, counts, log_weights, outlook_depths, slots, told[HOLDS], told[ACTIVE], state,
+            tapped.to(self._drafter.waiting.dtype), target.cache.slab, self._drafter.waiting, self._states, result,
+        )  # fmt: skip
 
     def _entered(self, told: Tensor, enters: int) -> tuple[Tensor, Tensor]:
         """The slots, and their states [4, N]: those told where the column `enters` says so."""

@@ -92,11 +92,12 @@ class TorchEngine(SlotCalls):
         parts = DrafterParts(weights, self.target.network, cache, own_attention, self.target.graphs, own)
         self.drafter = make_drafter(manifest, parts)
         # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, the whole rows of
-        # logits that they draw from, and a cache that a round launched in vain leaves as it is.
+        # logits that they draw from, a cache that a round launched in vain leaves as it is, and rows of whole 16 bytes.
         block = self.drafter if isinstance(self.drafter, BlockOnDevice) else None
         without = block is None or manifest.drafting.pairs or shard.size > 1 or dims.delta
         self.rounds = None
-        if block is not None and not without:
+        odd = block and any(x.shape[-1] * x.element_size() % 16 for x in (self.target.cache.slab, block.waiting))
+        if block is not None and not without and not odd:
             shapes = RoundShapes.of(self.limits, block.dims.draft_length, block.dims.head_size)
             self.rounds = TorchRounds(self.target, block, shapes)
 

@@ -23,7 +23,7 @@ from ddtree_trt.runtime.engines.torch.delta import Ancestors, delta_net
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
-from ddtree_trt.runtime.engines.torch.products import PYTORCH, Products, ready_head
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, Draws, FixedOrder, Normed, Products, ready_head
 
 Weights = Mapping[str, Any]  # tensors; matrices of products may be `Scaled`
 Layer = decoder.Layer[Tensor]  # `Weights` says which may be no tensors
@@ -56,13 +56,25 @@ class Decoder:
         self.math = math_for(attention.kernels, dims)
         self.layers = [_layer(weights, prefix, i, parts) for i, parts in enumerate(decoder_layers(dims))]
         self.norm = weights[f"{prefix}norm"]
+        norms = [self.norm, *(norm for each in self.layers for norm in (each.input_norm, each.post_norm))]
+        plain = dims.experts is None and dims.delta is None and around is None and shard.size == 1
+        adding = plain and isinstance(products, FixedOrder) and products.adds(norms)
+        self._adding = products if adding and isinstance(products, FixedOrder) else None
         self.tables = rotary_tables(dims, cache.rows, cache.slab.device)
         self.scale = dims.head_dim**-0.5
 
     def attend(self, index: int, h: Tensor, positions: Tensor, place: Place, mode: MaskMode, window: int = 0) -> Tensor:
         """Attention of layer `index` over rows h [N, T, H], whose keys and values go into the cache: [N, T, H]."""
+        layer = self.layers[index]
+        seen = self.heads(index, self._product(h, layer.qkv, layer.qkv_bias), positions, place, mode, window)
+        return self._shard.all_reduce(self._product(seen, layer.o))
+
+    def heads(
+        self, index: int, projected: Tensor, positions: Tensor, place: Place, mode: MaskMode, window: int
+    ) -> Tensor:
+        """The heads' outputs [N, T, Hq·D] for the fused projection's."""
         d, layer = self.dims, self.layers[index]
-        projected, gates = self._product(h, layer.qkv, layer.qkv_bias), None
+        gates = None
         if d.delta is not None:
             query, gates, *others = projected.split(d.projected_widths, -1)
             projected = torch.cat((query, *others), -1)
@@ -76,8 +88,7 @@ class Decoder:
             (d.num_heads, d.num_kv_heads),
         )
         seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window).flatten(2)
-        seen = seen if gates is None else seen * gates.sigmoid()
-        return self._shard.all_reduce(self._product(seen, layer.o))
+        return seen if gates is None else seen * gates.sigmoid()
 
     def recur(self, index: int, h: Tensor, slots: Tensor, ancestors: Ancestors) -> Tensor:
         """The gated delta net of layer `index` over rows h [N, T, H] of these slots: [N, T, H]."""
@@ -115,6 +126,8 @@ class Decoder:
         tapped layers' outputs. `masks`, where given, replace the mode, one for each layer."""
         eps, tapped = self.dims.rms_norm_eps, []
         update: Tensor | None = None  # the MLP's output, added to x by the next norm
+        if self._adding is not None:
+            return self._run_adding(self._adding, x, positions, place, mode, taps, masks)
         hybrid = {*self.dims.delta_layers}
         ancestors = _ancestors(place, mode, x.shape[1]) if hybrid else None
         for i, layer in enumerate(self.layers):
@@ -131,6 +144,23 @@ class Decoder:
         if len(self.layers) - 1 in taps:
             tapped.append(x)
         return h, tapped
+
+    def _run_adding(
+        self, product: FixedOrder, x: Tensor, positions: Tensor, place: Place, mode: MaskMode, taps: tuple[int, ...],
+        masks: Sequence[BlockMask],
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """The same with sums and norms in the products: the first norm and the last are operations of their own."""
+        eps, layers, tapped = self.dims.rms_norm_eps, self.layers, []
+        h: Tensor | Normed = self.math.add_norm(x, None, layers[0].input_norm, eps)[1]
+        for i, layer in enumerate(layers):
+            seen, window = _mode(masks[i]) if masks else (mode, 0)
+            heads = self.heads(i, product(h, layer.qkv, layer.qkv_bias), positions, place, seen, window)
+            x, h = product.add(heads, layer.o, x, layer.post_norm, eps)
+            following = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
+            x, h = product.add(product.swiglu(h, layer.gate_up, self.math.swiglu), layer.down, x, following, eps)
+            if i in taps:
+                tapped.append(x)
+        return self.math.add_norm(x, None, self.norm, eps)[1], tapped
 
 
 def _mode(mask: BlockMask) -> tuple[MaskMode, int]:
@@ -201,6 +231,12 @@ class LanguageModel:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
         return self.product.logits(hidden, self.head, out)
+
+    def choose(
+        self, hidden: Tensor, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
+    ) -> None:
+        """The tokens behind hidden states [N, T, H] into choices int32 [N, T]; the rest as `Products.choose`."""
+        self.product.choose(hidden.flatten(0, 1), self.head, draws, choices, logits, operator)
 
 
 @dataclass(frozen=True)

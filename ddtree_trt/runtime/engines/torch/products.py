@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +25,9 @@ _logger = logging.getLogger("ddtree_trt.torch")
 _CHECKED = (1, 3, 17, 65, 200)  # rows of the products that are compared when an engine is opened: all heights of tiles
 _LARGEST = 448  # value of e4m3
 _PART = 8192  # rows that are quantised at a time
+_CHOICE_ROWS = 64  # of a tile in which tokens are chosen: noise in float64 takes the registers of more
+_GROUP = 32  # squares of a row that are summed together
+_TABLES = "head", "embedding"
 _STEP = 16  # of K: what one instruction multiplies
 _PDL_SM = (9, 0)  # the first with programmatic dependent launches
 
@@ -92,6 +95,22 @@ class Scaled:
 Weight = Tensor | Scaled
 
 
+class Draws(NamedTuple):
+    """What tokens are chosen by, beside logits: the largest where a temperature is 0, drawn by a seed elsewhere."""
+
+    positions: Tensor  # int32 [N, T] of the nodes in the whole sequence
+    temperatures: Tensor  # float32 [N]
+    seeds: Tensor  # int64 [N]
+
+
+class Normed(NamedTuple):
+    """Rows whose RMS norm is finished by the product that takes them."""
+
+    unscaled: Tensor  # [N, T, H], times the norm's weight
+    squares: Tensor  # float32 [N, T, H / 32], sums of 32 squares each of the rows before
+    epsilon: float
+
+
 class Products:
     """PyTorch's, of rows x [..., K] with weights [N, K]; those in FP8 for their numerics, not for speed."""
 
@@ -117,6 +136,14 @@ class Products:
             return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
         return torch.mm(hidden.to(head.dtype), head.t(), out=out)
 
+    def choose(
+        self, hidden: Tensor, head: Weight, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
+    ) -> None:
+        """The target's tokens behind hidden states [N·T, K] into choices int32 [N, T]: those that the operator `choose`
+        takes of the logits, for which there is room in `logits` float32 [rows, V]."""
+        rows = self.logits(hidden, head, logits[: len(hidden)])
+        operator(rows.unflatten(0, choices.shape), *draws, choices)
+
 
 PYTORCH = Products()
 
@@ -129,33 +156,68 @@ def ready_head(head: Weight) -> Weight:
 class FixedOrder(Products):
     """By our kernel, for weights [N, K] in half precision or FP8 of which K is a multiple of 16."""
 
-    def __init__(self, launch: Callable[..., None], shared_bytes: int, *, pdl: bool) -> None:
-        """`launch` is `product_kernel`'s; `shared_bytes` as `tile_for`; `pdl`: programmatic dependent launches."""
+    def __init__(
+        self, launch: Callable[..., None], shared_bytes: int, *, pdl: bool, choose: Callable[..., None] | None = None
+    ) -> None:
+        """`launch` is `product_kernel`'s, and `choose`; without the latter tokens are chosen of written logits.
+        `shared_bytes` as `tile_for`; `pdl`: programmatic dependent launches."""
         self._launch = launch
+        self._choose = choose
         self._shared_bytes = shared_bytes
         self._pdl = pdl
         self._one_height: set[torch.Size] = set()  # of weights whose products all have tiles of 64 rows
 
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return self._run(x, weight, bias, x.new_empty(*x.shape[:-1], len(weight)))
+    def __call__(self, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return self._run(x, weight, bias, _empty(x, len(weight)))
 
-    def swiglu(self, x: Tensor, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._run(x, weight, None, x.new_empty(*x.shape[:-1], len(weight) // 2), gated=True)
+    def swiglu(self, x: Tensor | Normed, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._run(x, weight, None, _empty(x, len(weight) // 2), gated=True)
+
+    @staticmethod
+    def adds(norms: Iterable[Tensor]) -> bool:
+        """Whether `add` takes norms of these weights: in bf16, whose range holds a row before it is scaled."""
+        return all(norm.dtype == torch.bfloat16 and len(norm) % _GROUP == 0 for norm in norms)
+
+    def add(self, x: Tensor, weight: Weight, onto: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Normed]:
+        """Rows `onto` [N, T, H] plus the product of rows x [N, T, K], and their norm, whose weight [H] is `norm`."""
+        out, unscaled = torch.empty_like(onto), torch.empty_like(onto)
+        squares = onto.new_empty(*onto.shape[:-1], onto.shape[-1] // _GROUP, dtype=torch.float32)
+        self._run(x, weight, None, out, onto=(onto, norm, unscaled, squares))
+        return out, Normed(unscaled, squares, epsilon)
 
     def logits(self, hidden: Tensor, head: Weight, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(len(hidden), len(head), device=hidden.device)
         return self._run(hidden if isinstance(head, Scaled) else hidden.to(head.dtype), head, None, out)
 
-    def _run(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        height = 64 if weight.shape in self._one_height else len(rows)
-        columns, inner = weight.shape
-        tile = tile_for(height, columns, inner, self._shared_bytes)
-        values, scales = (weight.values, weight.scales) if isinstance(weight, Scaled) else (weight, None)
+    def choose(
+        self, hidden: Tensor, head: Weight, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
+    ) -> None:
+        if self._choose is None:
+            super().choose(hidden, head, draws, choices, logits, operator)
+        else:
+            self._pick(self._choose, hidden, head, draws, choices)
+
+    def _pick(self, choose: Callable[..., None], hidden: Tensor, head: Weight, draws: Draws, choices: Tensor) -> None:
+        values, scales = _parts(head)
+        hidden = hidden if isinstance(head, Scaled) else hidden.to(head.dtype)
+        tile = self._tile(min(len(hidden), _CHOICE_ROWS), head)
+        choose(hidden, values, scales, draws, choices, tile, pdl=self._pdl)
+
+    def _run(
+        self, x: Tensor | Normed, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False,
+        onto: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:  # fmt: skip
+        x, scaled = (x.unscaled, x[1:]) if isinstance(x, Normed) else (x, None)
+        rows, (values, scales) = x.reshape(-1, x.shape[-1]), _parts(weight)
+        kind = {"gated": gated, "scaled": scaled, "onto": onto, "pdl": self._pdl}
         if len(rows):
-            self._launch(rows, values, scales, bias, out, tile, gated=gated, pdl=self._pdl)
+            self._launch(rows, values, scales, bias, out, self._tile(len(rows), weight), **kind)
         return out
+
+    def _tile(self, rows: int, weight: Weight) -> Tile:
+        columns, inner = weight.shape
+        return tile_for(64 if weight.shape in self._one_height else rows, columns, inner, self._shared_bytes)
 
     def holds(self, name: str, weight: Weight) -> bool:
         """Whether rows have the same bits in products of all heights with a target's weight of that name. Where they
@@ -174,14 +236,49 @@ class FixedOrder(Products):
         """Compare products of three rows again and again, one below the other."""
         three = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
         three = three.to(weight.values.device, torch.bfloat16) if isinstance(weight, Scaled) else three.to(weight)
-        gated, table = name.endswith("gate_up"), name.endswith(("head", "embedding"))
-        pick = partial(self.swiglu, swiglu=F.silu) if gated else self.logits if table else self
-        expected = pick(three, weight)
+        expected = self._made(name, weight, three)
         for rows in _CHECKED:
             number = torch.arange(rows, device=three.device) % 3
-            if not torch.equal(pick(three[number], weight), expected[number]):
+            found = self._made(name, weight, three[number])
+            if not all(torch.equal(x, y[number]) for x, y in zip(found, expected, strict=True)):
                 return False
+            table = name.endswith(_TABLES)
+            if table and self._choose is not None and not self._chooses(self._choose, three[number], weight, found[0]):
+                self._choose = None
+                _logger.warning("a head's product does not choose the largest of its logits here: they are written")
         return True
+
+    def _made(self, name: str, weight: Weight, x: Tensor) -> list[Tensor]:
+        """What passes make of rows x [R, K] with a weight of that name."""
+        if name.endswith(_TABLES):
+            return [self.logits(x, weight)]
+        make = partial(self.swiglu, swiglu=F.silu) if name.endswith("gate_up") else self
+        made = [make(x, weight)]
+        if x.dtype != torch.bfloat16:
+            return made
+        if name.endswith(("qkv", "gate_up")) and x.shape[1] % _GROUP == 0:
+            normed = Normed(x, x.abs().unflatten(-1, (-1, _GROUP)).amax(-1).float(), 1e-6)
+            made += make(normed, weight), self(normed, weight, x.new_ones(len(weight)))
+        if name.endswith((".o", ".down")) and len(weight) % _GROUP == 0:
+            out, normed = self.add(x, weight, x[:, :1].repeat(1, len(weight)), x.new_ones(len(weight)), 1e-6)
+            made += out, normed.unscaled, normed.squares
+        return made
+
+    def _chooses(self, choose: Callable[..., None], hidden: Tensor, head: Weight, logits: Tensor) -> bool:
+        """Whether `choose` takes the largest of these logits."""
+        choices = torch.empty(len(hidden), 1, dtype=torch.int32, device=hidden.device)
+        zeros = torch.zeros(len(hidden), device=hidden.device)
+        self._pick(choose, hidden, head, Draws(choices, zeros, zeros.long()), choices)
+        return torch.equal(choices[:, 0].long(), logits.argmax(-1))
+
+
+def _empty(rows: Tensor | Normed, columns: int) -> Tensor:
+    x = rows.unscaled if isinstance(rows, Normed) else rows
+    return x.new_empty(*x.shape[:-1], columns)
+
+
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    return (weight.values, weight.scales) if isinstance(weight, Scaled) else (weight, None)
 
 
 def fixed_order(weights: Mapping[str, Weight], device: torch.device) -> tuple[Products, str | None]:
@@ -196,7 +293,8 @@ def fixed_order(weights: Mapping[str, Weight], device: torch.device) -> tuple[Pr
 
         properties = torch.cuda.get_device_properties(device)
         shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-        products = FixedOrder(product_kernel.launch, shared, pdl=(properties.major, properties.minor) >= _PDL_SM)
+        pdl = (properties.major, properties.minor) >= _PDL_SM
+        products = FixedOrder(product_kernel.launch, shared, pdl=pdl, choose=product_kernel.choose)
         unequal = [name for (name, *_), weight in matrices.items() if not products.holds(name, weight)]
     except Exception as error:  # no Triton, one of another API, or no C compiler for it
         _logger.warning("products in one order do not work here (%s): PyTorch makes them", told(error))

@@ -2,7 +2,7 @@
 
 A verification on a GPU is one upload, one captured graph and one download, for which the host waits; a commit puts its
 work on the stream and waits for nothing. Rounds that stay on the device (`device_round.py`) run the same network over
-the same cache and logits.
+the same cache.
 """
 
 from __future__ import annotations
@@ -101,13 +101,6 @@ class TargetPass:
             if size >= tokens:
                 return size
         raise EngineError(f"a pass of {tokens} tokens is longer than the {self.buckets[-1]} this engine was made for")
-
-    def run(self, token_ids: Tensor, positions: Tensor, place: Place) -> tuple[Tensor, Tensor | None]:
-        """A pass over trees, token_ids and positions int32 [N, T]: logits float32 [N, T, V] in `self.logits`, and the
-        tapped states [N, T, M·H] where layers are tapped."""
-        hidden, tapped = self.network.forward(token_ids, positions, place, MaskMode.TREE)
-        logits = self.network.logits(hidden.flatten(0, 1), out=self.logits[: token_ids.numel()])
-        return logits.unflatten(0, token_ids.shape), tapped
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, prompt_ends: bool = False) -> Tensor:
         """Append tokens [T] causally, for `commit` to keep: the network's output [T, H]. `prompt_ends`: a prompt's last

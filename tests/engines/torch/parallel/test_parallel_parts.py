@@ -193,7 +193,7 @@ def test_other_drafters_are_refused(tmp_path: Path) -> None:
 def test_other_backends_and_options_are_refused(tiny_engine: Path) -> None:
     with pytest.raises(UsageError, match=r"engines of the torch backend, .* is for onnxruntime.*--backend torch"):
         LLM(tiny_engine, tensor_parallel_size=2)
-    with pytest.raises(UsageError, match="device_rounds is on, but a target that is split"):
+    with pytest.raises(UsageError, match="device_rounds is on, but a split target"):
         LLM(tiny_engine, tensor_parallel_size=2, device_rounds="on")
     for size in (0, 65):
         with pytest.raises(UsageError, match=f"tensor_parallel_size must be from 1 to 64, not {size}"):
