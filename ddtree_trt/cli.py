@@ -17,7 +17,7 @@ from ddtree_trt.commands.bench import bench, check
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.export import export_triton
 from ddtree_trt.commands.inspect import doctor, inspect
-from ddtree_trt.commands.run import RunCommand, run
+from ddtree_trt.commands.run import run
 from ddtree_trt.commands.serve import run_batch, serve
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.terminal import printing as terminal
@@ -94,7 +94,7 @@ def options(
 
 
 for command in (build, run, serve, run_batch, check, bench, export_triton, inspect, doctor):
-    app.command(cls=RunCommand if command is run else None)(command)
+    app.command()(command)
 
 
 def main() -> None:

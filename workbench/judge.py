@@ -24,14 +24,7 @@ import numpy as np
 import typer
 
 from ddtree_trt.runtime.decoding.budget.costs import Costs
-from ddtree_trt.runtime.decoding.budget.policy import (
-    AutoBudget,
-    AutoBudgets,
-    Budget,
-    FixedBudget,
-    RoundPlan,
-    SlotInput,
-)
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget, RoundPlan, SlotInput
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.tree import DraftTree
 from workbench.drafts import Text, load

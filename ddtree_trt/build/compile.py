@@ -251,14 +251,8 @@ def dry_run(request: BuildRequest) -> DryRun:
     reasons: list[str] = []
     found = resolve(request, reasons.append, dry_run=True)
     name, networks = found.backend.backend.name, (found.pair.target.dims, found.pair.drafter.dims)
-    memory = plan_engine(
-        name,
-        found.precision,
-        *networks,
-        found.limits,
-        found.pair.weights_bytes(name, found.precision),
-        native=found.backend.attention(networks) == "native",
-    )
+    weights = found.pair.weights_bytes(name, found.precision)
+    memory = plan_engine(name, found.precision, *networks, found.limits, weights)
     return DryRun(
         name=request.name,
         backend=name,

@@ -1,5 +1,4 @@
-"""Arguments and options of commands: those that several share, and those made from records (`ddtree_trt/records.py`),
-from the sampling parameters, and for the constraint on the output."""
+"""Arguments and options of commands, made from records (`ddtree_trt/records.py`) and the sampling parameters."""
 
 import functools
 import inspect
@@ -16,7 +15,7 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.records import Option, flag_of, options
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import PARAMETERS
-from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput
+from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput
 
 EngineDirectory = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")]
 NewestByDefault = Annotated[
@@ -157,15 +156,14 @@ def _take_sampling(values: dict[str, Any]) -> dict[str, Any]:
     for name, text in constraints.items():
         # What begins a schema or a rule is no file's name.
         if name in _FILES and not (text.lstrip()[:1] in ("{", "[") or text in _WORDS or _RULE.search(text)):
-            constraints[name] = read_file(flag_of(name), text, "name a file, or give the text", MAX_CHARACTERS + 1)
+            constraints[name] = read_file(flag_of(name), text, "name a file, or give the text")
     return given | ({STRUCTURED: StructuredOutput.from_mapping(constraints)} if constraints else {})
 
 
-def read_file(option: str, path: str | Path, advice: str, most: int = -1) -> str:
-    """The text of a file that an option names, or its first `most` characters. Raises UsageError, with the advice."""
+def read_file(option: str, path: str | Path, advice: str) -> str:
+    """The text of a file that an option names. Raises UsageError, with the advice."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            return file.read(most)
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"{option} {shown(str(path))[1:-1]} cannot be read ({why}); {advice}") from error

@@ -1,5 +1,4 @@
-"""`ddtree-trt bench`: methods, budgets and prompts on one engine; `check`: whether it is lossless up to rounding, and
-its drafter as good as the pair's."""
+"""`ddtree-trt bench` measures methods, budgets and prompts on one engine; `check` whether it is lossless."""
 
 import tempfile
 from contextlib import closing

@@ -6,37 +6,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.arguments import NewestByDefault, read_file, with_options
+from ddtree_trt.commands.arguments import NewestByDefault, with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.options import EngineOptions
-
-
-class RunCommand(TyperCommand):
-    """The command `run`; `--example` without a number is the first."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
-        numbered = [
-            "--example=1" if word == "--example" and not following[place].lstrip("-").isdecimal() else word
-            for place, word in enumerate(args)
-        ]
-        return super().parse_args(ctx, numbered)
+from ddtree_trt.terminal import printing as terminal
 
 
 @with_options()
 def run(
     engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     example: Annotated[
-        int | None, typer.Option(metavar="[N]", help="Answer an example that the engine ships: the first, or number N.")
+        int | None, typer.Option(metavar="N", help="Answer this one of the examples that the engine ships.")
     ] = None,
     list_examples: Annotated[bool, typer.Option("--list-examples", help="Show the engine's examples.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
@@ -60,18 +47,16 @@ def run(
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
     if list_examples:
-        if json:
-            raise UsageError("--list-examples prints text; give it without --json")
         from ddtree_trt.terminal.console import print_examples
 
         load_manifest(directory)  # refuses what is no engine
         print_examples(required_examples(directory))
         return
-    text = _prompt(directory, prompt, prompt_file, example)
+    text = _prompt(directory, prompt, example)
     if text is None and (json or compare or show_tree):
-        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin")
-    if compare and show_tree:
-        raise UsageError("--show-tree draws one run; give it without --compare")
+        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt or stdin")
+    if compare and (show_tree or json):
+        raise UsageError("--compare prints a table of several runs; give it without --show-tree and --json")
 
     arguments = parse_arguments(chat_template_arg or ())
     for option, given in ((OPTION, arguments), ("--system", system), ("a chat", text is None)):
@@ -82,7 +67,6 @@ def run(
     from ddtree_trt.runtime.params import SamplingParams
     from ddtree_trt.runtime.text import chat_template
     from ddtree_trt.terminal import chat, console
-    from ddtree_trt.terminal import printing as terminal
 
     params = SamplingParams.from_mapping(sampling)
     if not raw:
@@ -103,32 +87,28 @@ def run(
         if arguments:
             request = llm.codec.encode(request, arguments)
         if compare:
-            console.compare(llm, request, params, as_json=json)
+            console.compare(llm, request, params)
         elif json:
             console.print_output_json(llm.generate(request, params, use_tqdm=False)[0])
         else:
             for _ in console.stream(llm, request, params, show_tree=show_tree):
                 pass  # it prints
         if not (json or raw):
-            console.hint_if_far(text, examples, llm.codec)
+            console.hint(text, examples)
 
 
-def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:
+def _prompt(directory: Path, prompt: str | None, example: int | None) -> str | None:
     """The prompt's text, or None to chat."""
-    if prompt is not None and file is not None:
-        raise UsageError("give --prompt or --prompt-file, not both")
     if example is not None:
-        from ddtree_trt.terminal.console import print_question
-
+        if prompt is not None:
+            raise UsageError("--example is a prompt; give it without --prompt")
         text = required_examples(directory).prompt(example)
-        if prompt is not None or file is not None:
-            raise UsageError("--example is a prompt; give it without --prompt and --prompt-file")
-        print_question(text)
+        for line in text.splitlines():  # on stderr, since it is no result
+            terminal.print_note(f"> {line}")
         return text
-    if file is None and (prompt is not None or sys.stdin.isatty()):
+    if prompt is not None or sys.stdin.isatty():
         return prompt
-    text = read_file("--prompt-file", file, "name a file of text") if file else sys.stdin.read()
+    text = sys.stdin.read()
     if not text.strip():
-        origin = f"--prompt-file {file}" if file else "stdin"
-        raise UsageError(f"{origin} has no prompt; write one there, or give --prompt")
+        raise UsageError("stdin has no prompt; write one there, or give --prompt")
     return text

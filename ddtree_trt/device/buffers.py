@@ -20,10 +20,8 @@ from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 
 
 def buckets(largest: int) -> list[int]:
-    """Numbers of tree tokens a graph is made for, rising to `largest`: a pass of T tokens takes the next one up.
-
-    Matrix products work in tiles of 16 rows and more, so that finer steps would save nothing.
-    """
+    """Numbers of tree tokens a graph is made for, rising to `largest`: a pass takes the next one up. Finer steps would
+    save nothing, as matrix products work in tiles of 16 rows and more."""
     steps = [1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, largest, 128)]
     return [*(t for t in steps if t < largest), largest]
 
@@ -42,8 +40,7 @@ REACHES = (3, 7)  # positions of captured drafts, besides all of them: likewise
 
 @dataclass(frozen=True)
 class RoundShapes:
-    """Sizes that passes of rounds on the device are padded to, of each of which a graph is captured when an engine is
-    opened."""
+    """Sizes of passes of rounds on the device; a graph of each is captured when an engine is opened."""
 
     slots: tuple[int, ...]  # N, rising
     tokens: tuple[int, ...]  # T, rising
@@ -55,14 +52,9 @@ class RoundShapes:
         tokens = tree_sizes(1 + min(limits.max_tree_budget, MAX_DEVICE_BUDGET))
         return RoundShapes(slot_numbers(limits.max_batch), tokens, longest_draft, head_size)
 
-    @property
-    def rows(self) -> int:
-        """Most rows of a pass."""
-        return round_rows(self.tokens[-1])
-
     def most_slots(self, tokens: int) -> int:
         """Of a pass over trees of T tokens."""
-        return max(n for n in self.slots if n == 1 or n * tokens <= self.rows)
+        return max(n for n in self.slots if n == 1 or n * tokens <= round_rows(self.tokens[-1]))
 
     def candidates(self, tokens: int) -> int:
         """K of the drafts of trees of T tokens."""
@@ -98,8 +90,7 @@ def slot_numbers(slots: int) -> tuple[int, ...]:
 
 
 def tree_sizes(largest: int) -> tuple[int, ...]:
-    """Numbers of tree tokens T on the PyTorch engine, rising to `largest`: few, since a pass costs hardly more up to
-    the next."""
+    """Numbers of tree tokens T on the PyTorch engine, rising to `largest`."""
     return (*(1 << i for i in range((largest - 1).bit_length())), largest)
 
 
@@ -109,12 +100,6 @@ def context_steps(block: int) -> list[int]:
 
 
 MOST_CAPTURED = 256  # passes of one network of a TensorRT engine; the one unused longest makes room for another
-
-
-def captured_passes(sizes: int, slots: int, *, neighbours: bool) -> int:
-    """The most passes that a network of a TensorRT engine keeps captured, where a pass is padded to one of `sizes`
-    sizes. It takes any number of `slots` slots, or with `neighbours` any range of them."""
-    return min(sizes * (slots * (slots + 1) // 2 if neighbours else slots), MOST_CAPTURED)
 
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
@@ -158,8 +143,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """One network's key-value cache as one block [planes, stored slots, Hkv, S, D]; a plane is the keys or the values
-    of one layer."""
+    """A network's cache as one block [planes, stored slots, Hkv, S, D]; a plane is a layer's keys or values."""
 
     planes: int
     slots: int
@@ -270,11 +254,8 @@ def tensorrt_buffers(
     candidates: int | None = None,
     workspace_bytes: int = 0,
 ) -> dict[str, int]:
-    """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
-
-    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; a drafter
-    has tables where its kind has its own.
-    """
+    """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside. `candidates` is K of a
+    block drafter; None takes the most there can be. Heads are in float32, tied or not."""
     slots = limits.max_batch
     rows = pass_rows(limits, slots)
     own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
@@ -331,8 +312,7 @@ def _drafter_buffers(
 
 
 def draft_results(kind: DrafterKind, slots: int, candidates: int) -> Layout:
-    """Places of the results of a block drafter's pass, by the names of its graph's outputs; `candidates` is K, which a
-    head for pairs has of its own."""
+    """Places of the results of a block drafter's pass, by output; `candidates` is K where no head for pairs is."""
     head = kind.pairs
     values = slots * kind.longest_draft * (candidates if head is None else head.candidates)
     ids = {names.CANDIDATES: values * INT_BYTES}

@@ -1,12 +1,10 @@
-"""The GPU as the TensorRT engine uses it: one stream, memory that is released together, copies, graphs.
-
-Every call that CUDA refuses becomes an EngineError, as `cuda_calls` says; work that fails on the device surfaces at the
-next call.
-"""
+"""The GPU as the TensorRT engine uses it: one stream, memory that is released together, copies, graphs. Every call that
+CUDA refuses becomes an EngineError; work that fails on the device surfaces at the next call."""
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from numpy.typing import NDArray
 
 from ddtree_trt.device.buffers import aligned
 from ddtree_trt.device.libraries import call
-from ddtree_trt.errors import EngineError
 
 
 class Device:
@@ -25,10 +22,10 @@ class Device:
         self._index = call(api, "cudaGetDevice")
         self._thread = threading.get_ident()
         self.waits = 0  # how often the host has waited
-        self._memory: list[int] = []
-        self._pinned: list[int] = []
         self._graphs: list[Any] = []
+        self._held = ExitStack()  # gives back memory, and at last the stream
         self._stream: Any = self._call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+        self._held.callback(self._call, "cudaStreamDestroy", self._stream)
 
     def _call(self, function: str, *arguments: Any) -> Any:
         thread = threading.get_ident()
@@ -49,13 +46,13 @@ class Device:
     def allocate(self, size: int) -> int:
         """The address of `size` bytes on the device."""
         address = int(self._call("cudaMalloc", size))
-        self._memory.append(address)
+        self._held.callback(self._call, "cudaFree", address)
         return address
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Page-locked host memory, uint8 [size], which copies read and write without a staging buffer."""
         address = int(self._call("cudaHostAlloc", size, self.api.cudaHostAllocDefault))
-        self._pinned.append(address)
+        self._held.callback(self._call, "cudaFreeHost", address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def clear(self, address: int, size: int) -> None:
@@ -111,38 +108,19 @@ class Device:
 
     def stop(self) -> None:
         """Wait for the stream and destroy every graph, before the memory they use is released."""
-        self._release(("cudaGraphExecDestroy", self._graphs))
+        if self._stream is not None:
+            with ExitStack() as stack:
+                while self._graphs:
+                    stack.callback(self._call, "cudaGraphExecDestroy", self._graphs.pop())
+                self.synchronize()
 
     def close(self) -> None:
-        """Release everything; a second call does nothing."""
-        streams = [] if self._stream is None else [self._stream]
+        """Release everything, also after an error, which is raised at the end; a second call does nothing."""
         try:
-            self._release(
-                ("cudaGraphExecDestroy", self._graphs),
-                ("cudaFreeHost", self._pinned),
-                ("cudaFree", self._memory),
-                ("cudaStreamDestroy", streams),
-            )
+            self.stop()
         finally:
             self._stream = None
-
-    def _release(self, *resources: tuple[str, list[Any]]) -> None:
-        """Wait for the stream, then call each function on each of its resources. Raises the first error at the end."""
-        errors: list[EngineError] = []
-
-        def attempt(function: str, thing: Any) -> None:
-            try:
-                self._call(function, thing)
-            except EngineError as error:
-                errors.append(error)
-
-        if self._stream is not None:
-            attempt("cudaStreamSynchronize", self._stream)
-        for function, things in resources:
-            while things:
-                attempt(function, things.pop())
-        if errors:
-            raise errors[0]
+            self._held.close()
 
 
 class Upload:
@@ -156,7 +134,7 @@ class Upload:
         self._host = host
         self._sent_after = -1  # the host's waits before the last copy
 
-    def send(self, arrays: dict[str, NDArray[np.int32]]) -> dict[str, int]:
+    def send(self, arrays: Mapping[str, NDArray[np.int32]]) -> dict[str, int]:
         """Addresses of the arrays on the device by name, each at a multiple of 256 bytes."""
         if self._sent_after == self._device.waits:
             self._device.synchronize()  # the copy before this one may not have been made yet

@@ -2,21 +2,18 @@
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, TORCH, Place
 
 _GPU_QUERY = "name,driver_version,memory.total,compute_cap"
-_GPU_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi or the driver's files describe it; "unknown" for what they do not say."""
+    """A GPU as nvidia-smi describes it."""
 
     name: str
     driver: str
@@ -39,24 +36,14 @@ class Gpu:
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """NVIDIA GPUs by nvidia-smi, or at least by the driver's files; empty without a driver."""
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader"]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True)
-            rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines()]
-            return tuple(Gpu(*row) for row in rows if len(row) == len(_GPU_QUERY.split(",")))
-        except (OSError, subprocess.SubprocessError):
-            pass  # installed, but no driver behind it: the files below say the same
-
-    def said(path: Path, expression: str) -> str:
-        match = re.search(expression, path.read_text(errors="replace"), re.MULTILINE) if path.is_file() else None
-        return match[1] if match else "unknown"
-
-    files = Path("/proc/driver/nvidia")
-    driver = said(files / "version", r"Kernel Module\D*([\d.]+)")
-    names = [said(path, r"^Model:\s*(.+)$") for path in sorted(files.glob("gpus/*/information"))]
-    return tuple(Gpu(name, driver, "unknown", "unknown") for name in names)
+    """NVIDIA GPUs by nvidia-smi; empty without it, or without a driver behind it."""
+    command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines()]
+    return tuple(Gpu(*row) for row in rows if len(row) == len(_GPU_QUERY.split(",")))
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:

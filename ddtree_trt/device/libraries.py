@@ -1,11 +1,9 @@
-"""The libraries of NVIDIA as `build` and `runtime` use them: imports with our refusals, CUDA's calls, and of TensorRT
-and TensorRT for RTX the log, our plugins in the registry and an engine's tensors."""
+"""The libraries of NVIDIA as `build` and `runtime` use them: imports, CUDA's calls, TensorRT's log and plugins."""
 
 import ctypes
 import importlib
 import importlib.util
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +13,7 @@ from ddtree_trt.errors import DDTreeError, EngineError, MissingDependency, insta
 
 
 def import_package(module: str, refusal: str | None = None, extra: str = TENSORRT.extra) -> Any:
-    """The imported module, which the extra of a backend's name installs. Raises MissingDependency, whose text begins
-    with `refusal`, where it cannot be imported."""
+    """The imported module. Raises MissingDependency, which begins with `refusal` and names the extra."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a package whose shared libraries are absent
@@ -26,16 +23,13 @@ def import_package(module: str, refusal: str | None = None, extra: str = TENSORR
 
 
 def cuda_bindings(extra: str = TENSORRT.extra) -> Any:
-    """The module `cuda.bindings.runtime`. Raises MissingDependency, which names the extra of a backend's name, where
-    cuda-python is not installed."""
+    """The module `cuda.bindings.runtime`. Raises MissingDependency where cuda-python is not installed."""
     return import_package("cuda.bindings.runtime", None, extra)
 
 
 def call(api: Any, function: str, *arguments: Any) -> Any:
-    """What a CUDA runtime function returns beside its status: nothing, one value or a tuple.
-
-    Raises EngineError with the function's and the status's names and CUDA's text for it.
-    """
+    """What a CUDA runtime function returns beside its status: nothing, one value or a tuple. Raises EngineError with
+    the function's and the status's names and CUDA's text for it."""
     status, *results = getattr(api, function)(*arguments)
     if status != api.cudaError_t.cudaSuccess:
         _, text = api.cudaGetErrorString(status)
@@ -43,26 +37,17 @@ def call(api: Any, function: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
-@dataclass(frozen=True)
-class CurrentGpu:
-    """The GPU that is current in this thread."""
-
+class CurrentGpu(NamedTuple):
     name: str
-    major: int  # of its compute capability
-    minor: int
-
-    @property
-    def sm(self) -> int:
-        """Its compute capability as compilers write it: 90 for 9.0."""
-        return 10 * self.major + self.minor
+    sm: int  # its compute capability as compilers write it: 90 for 9.0
 
 
 def current_gpu(api: Any) -> CurrentGpu | None:
-    """The current GPU; None where CUDA sees none. Raises EngineError, for instance where there is no driver."""
+    """This thread's GPU; None where CUDA sees none. Raises EngineError, for instance where there is no driver."""
     if not call(api, "cudaGetDeviceCount"):
         return None
     found = call(api, "cudaGetDeviceProperties", call(api, "cudaGetDevice"))
-    return CurrentGpu(_text(found.name), found.major, found.minor)
+    return CurrentGpu(_text(found.name), 10 * found.major + found.minor)
 
 
 class CudaVersions(NamedTuple):

@@ -1,7 +1,4 @@
-"""The memory an engine takes, computed before anything is allocated and without CUDA.
-
-`inspect` and `build --dry-run` print it. Letters as in `artifact`.
-"""
+"""The memory an engine takes, computed before anything is allocated and without CUDA. Letters as in `artifact`."""
 
 import dataclasses
 import math
@@ -16,22 +13,14 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device.buffers import (
     FLOAT_BYTES,
     NOT_COUNTED_AS_BUFFERS,
-    RoundShapes,
-    buckets,
-    captured_passes,
-    context_steps,
     logit_rows,
     pass_rows,
     tensorrt_buffers,
-    tree_sizes,
 )
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import HEAD_DIMS
-
-# Per layer of a captured pass: nodes and arguments of a dozen kernels, TensorRT's context. Estimated, never measured.
-CAPTURED_LAYER_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class MemoryPlan:
     kv_bytes_per_slot: int  # both networks, at full length; of a hybrid with its states and their snapshots
     slots: int
     buffers_bytes: int  # logits, tapped states, results: what a pass reads and writes beside its cache
-    workspace_bytes: int  # inside passes, and captured ones; an estimate, TensorRT knows more once it has built
+    workspace_bytes: int  # inside passes; an estimate, TensorRT knows more once it has built
 
     @property
     def kv_bytes_all_slots(self) -> int:
@@ -65,17 +54,11 @@ def plan_engine(
     drafter: TransformerDims,
     limits: Limits,
     weights_bytes: int,
-    *,
-    native: bool = False,
 ) -> MemoryPlan:
-    """The plan of an engine, built or not. `native`: TensorRT's own attention instead of our plugin.
-
-    `weights_bytes` are those of both networks' files, what they share counted once; of plans without the heads. The
-    plan has them as they are once loaded.
-    """
+    """The plan of an engine, built or not. `weights_bytes` are those of both networks' files, what they share counted
+    once; of plans without the heads."""
     backend, networks, size = BACKENDS[name], (target, drafter), PRECISIONS[precision].value_bytes
     slots, tree, kind = limits.max_batch, 1 + limits.max_tree_budget, kind_of(drafter)
-    native = native or backend.attentions == ("native",)
     # Of a target pass, which verifies all slots of a round; on a CPU one may read a prompt beside.
     rows = pass_rows(limits, slots)
     rows = max(rows, (slots - 1) * tree + limits.prefill_chunk) if backend.on_cpu else rows
@@ -106,8 +89,7 @@ def plan_engine(
         # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about
         # as much is assumed. PyTorch keeps the memory of captured passes, which they share, apart from that of others.
         scratch = attention_workspace_bytes(networks, limits) if size == 2 else 0
-        captured = _captured_layers(backend, target, drafter, limits, native) * CAPTURED_LAYER_BYTES
-        workspace = (2 if backend.kernels else 1) * wide + scratch + captured
+        workspace = (2 if backend.kernels else 1) * wide + scratch
 
     cached = sum(2 * len(d.attention_layers) * d.num_kv_heads * d.head_dim for d in networks)  # values of a row
     return MemoryPlan(
@@ -122,12 +104,8 @@ def plan_engine(
 
 
 def _loaded_bytes(backend: Backend, precision: str, networks: Sequence[TransformerDims], stored: int) -> int:
-    """Of weights once they are loaded.
-
-    ONNX Runtime's sessions each pack the float32 weights that they multiply by into memory of their own, and the file's
-    pages are given back: so there is a head per session, also where both have the same one, and besides it an
-    embedding, whose pages the sessions share, as they do all of 8-bit weights.
-    """
+    """Of weights once they are loaded. ONNX Runtime's sessions each pack the float32 weights that they multiply by into
+    memory of their own, so that there is a head per session; they share the embedding, and all of 8-bit weights."""
     heads = _table_values(HEAD, *networks)
     if backend.plans:  # heads in float32 on the device
         return stored + sum(heads) * FLOAT_BYTES
@@ -138,25 +116,6 @@ def _loaded_bytes(backend: Backend, precision: str, networks: Sequence[Transform
     shapes = (item for d in networks for item in checkpoint_shapes(d, tied=True).items())
     layers = sum(math.prod(shape) for name, shape in shapes if name not in tables)
     return FLOAT_BYTES * (layers + sum(_table_values(EMBEDDING, *networks)) + sum(heads) + again)
-
-
-def _captured_layers(
-    backend: Backend, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
-) -> int:
-    """Layers of captured passes: of TensorRT all that are kept at a time, of PyTorch those of rounds on the device, and
-    of a single sequence's by stages. More are captured as more sequences are decoded together by stages."""
-    kind, largest, slots = kind_of(drafter), 1 + limits.max_tree_budget, limits.max_batch
-    if backend.kernels:
-        verifications = drafts = len(tree_sizes(largest))
-        if kind.drafts == "block" and kind.pairs is None and target.delta is None:
-            shapes = RoundShapes.of(limits, kind.longest_draft, drafter.vocab_size)
-            verifications += len(shapes.verifications())
-            drafts += len(shapes.drafts())
-    else:
-        steps = len(context_steps(kind.block_size)) if kind.block_size else 1  # else its passes are of one token
-        drafts = captured_passes(steps, slots, neighbours=native)
-        verifications = captured_passes(len(buckets(largest)), slots, neighbours=native)
-    return verifications * target.num_layers + drafts * drafter.num_layers
 
 
 def _table_values(table: str, *networks: TransformerDims) -> list[int]:
@@ -171,13 +130,11 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     if artifact.SHARED_WEIGHTS in m.files:
         tables = sum(_table_values(EMBEDDING, m.target_dims, m.drafter_dims))
         weights += tables * PRECISIONS[m.precision].value_bytes - m.files[artifact.SHARED_WEIGHTS].size
-    native = m.attention == "native"
-    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights, native=native)
+    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
 
 def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limits) -> int:
-    """Scratch of the attention kernels for any pass of these networks: one piece serves all layers and passes, which
-    follow each other. The TensorRT plugin asks for the same."""
+    """Scratch of the attention kernels, and of the plugin, for any pass of these networks."""
     from ddtree_trt import _native  # here, so that `doctor` can say that it is not built
 
     most = 0

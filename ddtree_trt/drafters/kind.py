@@ -1,7 +1,5 @@
-"""The record of a kind of drafter.
-
-A kind is a package beside this module, and one subclass of `DrafterKind` in its `dims.py` that `registry.py` lists. The
-record is light: what builds and what runs the drafter are halves of the package, imported when they are called for.
+"""The record of a kind of drafter: a package beside this module, and a subclass of `DrafterKind` in its `dims.py` that
+`registry.py` lists. What builds and what runs the drafter are halves of the package, imported when they are called for.
 """
 
 from abc import ABC, abstractmethod
@@ -45,9 +43,8 @@ class DrafterKind(ABC):
 
     @classmethod
     def load(cls, half: str) -> Any:
-        """What a half of its package is for. Of builds: "dialects", with a list of `Dialect`, and "graph", with a
-        function of (Graph, the drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its
-        `Drafter`, in `on_BACKEND.py`."""
+        """What a half of its package is for: "dialects", a list of `Dialect`; "graph", a function of (Graph, the
+        drafter's checkpoint, the target's, Limits); or by backend what makes its `Drafter`, in `on_BACKEND.py`."""
         return getattr(import_module(cls._module(half)), OF_BUILDS.get(half, "make"))
 
     @classmethod
@@ -92,11 +89,6 @@ class DrafterKind(ABC):
     def misfit(self, target: TransformerDims) -> str | None:
         """Why it does not fit a target of these dimensions, in Hugging Face's names; None where it fits."""
         return differs("vocab_size", self.dims.vocab_size, "the target's", target.vocab_size)
-
-
-def most_expanded(width: int, levels: int) -> int:
-    """Most nodes that a draft by levels expands, `width` in a pass: the nodes of all levels but the last."""
-    return width * (levels - 1)
 
 
 def differs(name: str, found: int, whose: str, expected: int) -> str | None:

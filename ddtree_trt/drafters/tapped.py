@@ -1,7 +1,5 @@
-"""What drafters have in common that are conditioned on tapped target states: taps, fusion, and tables of their own.
-
-Their embedding and head are the target's unless they have their own; a head may choose from a smaller vocabulary.
-"""
+"""What drafters have in common that are conditioned on tapped target states: taps, fusion, and tables of their own in
+place of the target's; a head may choose from a smaller vocabulary."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -41,8 +39,7 @@ class TappedDims(TransformerDims):
         return len(self.tap_layers) * self.hidden_size
 
     def as_stored(self: Any, stored: Collection[str]) -> Any:
-        """The drafter with the embedding and the head that its checkpoint, whose tensors have these names, holds;
-        without one it uses the target's. A head over fewer tokens than the target's cannot be left out."""
+        """The drafter with the tables of its own among its checkpoint's tensors, of these names."""
         own_head = OWN_HEAD in stored or self.draft_vocab_size is not None
         return replace(self, own_embedding=OWN_EMBEDDING in stored, own_head=own_head)
 

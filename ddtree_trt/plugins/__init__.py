@@ -1,9 +1,7 @@
-"""The interface of the TensorRT plugins as data: names, tensor positions, attributes and the ABI.
+"""The interface of the TensorRT plugins as data: names, attributes and the ABI, which changes with them.
 
-`build` writes nodes with these, the runtime binds their tensors, and `cpp_plugins/` implements them with the same
-numbers; `ABI` changes with them. `library.py` finds the native libraries.
-
-N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words.
+`build` writes nodes with these, the runtime binds their tensors, and `cpp_plugins/` implements them. Letters: N
+sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W mask words.
 """
 
 from enum import IntEnum

@@ -1,11 +1,5 @@
-"""Find the native libraries and check their ABI.
-
-`make plugins` puts up to two libraries beside this file; the wheel ddtree-trt-cuda13 has both in a package of its own.
-Each contains its ABI number as text, so that a stale one is refused before any of its code runs:
-
-- the TensorRT plugins, for the plugin registry's `load_library`: `find(PLUGINS)`;
-- the torch operators, for `torch.ops.load_library`: `find(TORCH)`.
-"""
+"""Find the native libraries: `make plugins` puts them beside this file, the wheel ddtree-trt-cuda13 into its package.
+Each contains its ABI number as text, so that a stale one is refused before any of its code runs."""
 
 import mmap
 import re
@@ -15,8 +9,8 @@ from pathlib import Path
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import ABI
 
-PLUGINS = "libddtree_plugins.so"
-TORCH = "libddtree_torch.so"
+PLUGINS = "libddtree_plugins.so"  # for TensorRT's registry
+TORCH = "libddtree_torch.so"  # for `torch.ops`
 NAMES = (PLUGINS, TORCH)
 
 FOLDER = Path(__file__).parent
@@ -42,10 +36,7 @@ def library_path(name: str) -> Path:
 
 
 def find(name: str, folder: Path | None = None) -> Path:
-    """The path of a native library, of the one in `folder` if it is given, after its ABI was checked.
-
-    Raises MissingDependency when it is missing or stale.
-    """
+    """The path of a native library, maybe in `folder`. Raises MissingDependency when it is missing or stale."""
     path = library_path(name) if folder is None else folder / name
     if not path.is_file():
         raise MissingDependency(f"native library {name} is not built: expected it at {path}; {BUILD_HINT}")

@@ -14,7 +14,8 @@ from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
 from ddtree_trt.runtime.decoding.routing import engine_host_reason, refuse_on
 from ddtree_trt.runtime.engines.base import Engine
-from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.passes import closed_on_failure
 from ddtree_trt.runtime.engines.profile import load_or_measure, store
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.request_maker import Request, RequestMaker

@@ -26,6 +26,10 @@ from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream, Tools
 SEEDED_DRAFT = 4  # tokens that a method which draws its drafts drafts with a seed, where the budget is `auto`
 
 
+class DoesNotFit(UsageError):
+    """A prompt, or one with the output that is asked for, is longer than the engine's sequences."""
+
+
 @dataclass
 class Request:
     """A prompt with its n sequences."""
@@ -162,13 +166,13 @@ class RequestMaker:
             raise UsageError("the prompt has no tokens; give at least one")
         room = limits.max_seq_len - len(ids)
         if room <= 0:
-            raise UsageError(
+            raise DoesNotFit(
                 f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
         for name, wanted in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
             if wanted > room:
-                raise UsageError(
+                raise DoesNotFit(
                     f"{name} {wanted} does not fit: the prompt leaves {room} of this engine's {limits.max_seq_len} "
                     "tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
                 )

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.examples import read_examples
@@ -31,8 +31,7 @@ from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
 MetricsPage = Callable[[], Awaitable[bytes]]
-_REF = "#/components/schemas/{model}"
-_POSTS: dict[str, tuple[type[BaseModel], Callable[[Service, Request, Any], Awaitable[Response]]]] = {
+_POSTS: dict[str, tuple[type[Any], Callable[[Service, Request, Any], Awaitable[Response]]]] = {
     "/v1/chat/completions": (ChatRequest, chat),
     "/v1/completions": (CompletionRequest, complete),
     "/tokenize": (TokenizeRequest, tokenize),
@@ -62,69 +61,47 @@ def open_app(
     service = Service(llm, options)
 
     @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
+    async def life(_: Starlette) -> AsyncIterator[None]:
         metrics.watch(llm)
         yield
         await asyncio.to_thread(service.close)
 
-    # No redirects to paths with or without a slash: their host would be that of the Host header.
-    app = _App(
-        title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
-    gate = Gate(app, options, metrics, service.close)
-    errors.install(app, lambda: metrics.retry_after_s)
-
-    def post(path: str, model: type[BaseModel], answer: Callable[[Service, Request, Any], Awaitable[Response]]) -> None:
-        """Add an endpoint that parses its body itself; the description says what that is."""
-        content = {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
-        described = {"requestBody": {"required": True, "content": content}}
-
-        @app.post(path, response_class=JSONResponse, openapi_extra=described, name=path)
-        async def endpoint(request: Request) -> Response:
-            return await answer(service, request, await read(request, model))
-
-    for path, (model, answer) in _POSTS.items():
-        post(path, model, answer)
-
     card = {"id": service.model_name, "object": "model", "created": int(time.time()), "owned_by": "ddtree-trt"}
     card |= {"max_model_len": service.max_seq_len}
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model_card(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return card
+    async def model_card(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(card)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
+    async def health(_: Request) -> Response:
         if llm.failure is not None:
             raise ApiError(503, str(llm.failure), code="engine_error")
         if gate.draining:
             raise errors.shutting_down()
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def prometheus(_: Request) -> Response:
         page = metrics.page() if metrics_page is None else await metrics_page()
         return Response(page, headers={"Content-Type": PAGE_TYPE})
 
-    @app.get("/version")
-    async def version() -> JSONResponse:
+    async def version(_: Request) -> Response:
         return JSONResponse({"version": __version__})
 
+    def post(path: str, model: type[Any], answer: Callable[[Service, Request, Any], Awaitable[Response]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await answer(service, request, await read(request, model))
+
+        return Route(path, endpoint, methods=["POST"])
+
+    gets = {"/v1/models": models, "/v1/models/{name:path}": model_card, "/health": health, "/metrics": prometheus}
+    routes = [Route(path, answer) for path, answer in {**gets, "/version": version}.items()]
+    routes += [post(path, model, answer) for path, (model, answer) in _POSTS.items()]
     if options.playground:
-        playground.install(app, service, examples)
+        routes += playground.routes(service, examples)
+    app = Starlette(routes=routes, lifespan=life, exception_handlers=errors.HANDLERS)
+    app.router.redirect_slashes = False  # the host of a redirect would be that of the Host header
+    gate = Gate(app, options, metrics, service.close)
     return llm, gate
-
-
-class _App(FastAPI):
-    """The application, whose description has the bodies that the endpoints parse themselves."""
-
-    def openapi(self) -> dict[str, Any]:
-        schema = super().openapi()
-        _, own = models_json_schema([(model, "validation") for model, _ in _POSTS.values()], ref_template=_REF)
-        schema["components"]["schemas"] |= own["$defs"]
-        return schema

@@ -1,12 +1,11 @@
 """Errors in OpenAI's form: a status and {"error": {message, type, param, code}}."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError
@@ -54,16 +53,16 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down; try another", code="shutting_down", headers=headers)
 
 
-def overloaded(message: str, retry_after_s: int) -> ApiError:
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(retry_after_s)})
+def overloaded(message: str, **headers: str) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1", **headers})
 
 
-def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
     """The answer to an exception that ended a request; an unexpected one is logged, and answered without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        return overloaded(str(error), retry_after_s)
+        return overloaded(str(error))
     if isinstance(error, UsageError):
         return ApiError(400, str(error))
     if isinstance(error, DDTreeError):
@@ -74,14 +73,12 @@ def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
-    """Have the application answer all exceptions in OpenAI's form."""
+async def answer(request: Request, error: Exception) -> JSONResponse:
+    """Any exception in OpenAI's form."""
+    if isinstance(error, HTTPException):  # for wrong paths and methods
+        message = f"{request.method} {cut(request.url.path)}: {error.detail}"
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return as_api_error(error).response()
 
-    async def answer(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, HTTPException):  # for wrong paths and methods
-            message = f"{request.method} {cut(request.url.path)}: {error.detail}"
-            error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-        return as_api_error(error, retry_after_s()).response()
 
-    for kind in (ApiError, DDTreeError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer)
+HANDLERS: Any = dict.fromkeys((ApiError, DDTreeError, HTTPException, Exception), answer)

@@ -98,24 +98,16 @@ class Gate:
             return shutting_down()
         if len(self._under_way) >= self._options.max_requests:
             message = f"{len(self._under_way)} requests are under way, as many as this server takes; try again later"
-            refusal = overloaded(message, self.metrics.retry_after_s)
-            refusal.headers.update(CLOSE)  # the rest of the body will not be read
-            return refusal
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._options.max_body_bytes:
-            return self._body_too_large()
+            return overloaded(message, **CLOSE)  # the rest of the body will not be read
         return None
-
-    def _body_too_large(self) -> ApiError:
-        message = f"the body is larger than the {self._options.max_body_bytes} bytes this server takes"
-        return ApiError(413, message, code="body_too_large", headers=CLOSE)
 
     async def _respond(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         """Answer a request whose client stays. Raises what the application raises."""
         if (body := await _read(receive, self._options.max_body_bytes)) is None:
             return
         if len(body) > self._options.max_body_bytes:
-            raise self._body_too_large()
+            message = f"the body is larger than the {self._options.max_body_bytes} bytes this server takes"
+            raise ApiError(413, message, code="body_too_large", headers=CLOSE)
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:  # a second call never returns: the connection is watched here
@@ -158,13 +150,13 @@ def _timed_out(seconds: float) -> ApiError:
 
 
 class _Answer:
-    """Sends an answer, and records its progress. `scope["state"]["streams"]` says whether it is a stream of events."""
+    """Sends an answer, and records its progress."""
 
     def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
-        self._state = scope.setdefault("state", {})
         self._scope = scope
         self._send = send
         self._metrics = metrics
+        self._streams = False  # whether it is a stream of events
         self.started = False
         self.complete = False
 
@@ -172,7 +164,7 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.started = True
             content_type = dict(message["headers"]).get(b"content-type", b"")
-            self._state["streams"] = content_type.startswith(b"text/event-stream")
+            self._streams = content_type.startswith(b"text/event-stream")
             if message["status"] >= 400:
                 self._metrics.refused(message["status"])
         await self._send(message)
@@ -183,7 +175,7 @@ class _Answer:
         """Send the error, as the answer or as a stream's last event. No [DONE] follows it."""
         if not self.started:
             await error.response()(self._scope, _nothing, self.send)
-        elif self._state["streams"] and not self.complete:
+        elif self._streams and not self.complete:
             body = event(error.body()).encode()
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
 

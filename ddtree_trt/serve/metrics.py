@@ -4,7 +4,6 @@ Requests are counted when they end, on the engine's worker thread, so cancelled 
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -19,16 +18,11 @@ from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.stats import merge
 
 PAGE_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-_RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 Made = TypeVar("Made", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The server's registry: the table of metrics, and counts of HTTP answers and ends of sequences. `model_name` is
-    that under which clients know the model.
-
-    `finished` is called on the worker thread, everything else on the event loop.
-    """
+    """The server's registry. `finished` is called on the worker thread, everything else on the event loop."""
 
     def __init__(self, manifest: Manifest, model_name: str) -> None:
         disable_created_metrics()  # for each metric one more, of when it began: of use to nobody here
@@ -48,7 +42,6 @@ class Metrics:
         for _, counter in self._positions:
             for position in range(manifest.drafting.longest_draft):
                 counter(str(position))  # shown from the beginning, with 0
-        self._mean_s = 0.0
 
     def _make(self, kind: type[Made], name: str, text: str, *labels: str, **options: Any) -> Callable[..., Made]:
         """A metric as a function of the values of its labels."""
@@ -76,17 +69,10 @@ class Metrics:
             for row, histogram in self._histograms:
                 for value in row.observations(metrics):
                     histogram().observe(value)
-            if (took := metrics.latency_s) is not None:
-                self._mean_s = took if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * took
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self._refused(str(status)).inc()
-
-    @property
-    def retry_after_s(self) -> int:
-        """The mean time of recent requests, their waits included, from 1 to 60: by then the queue has moved on."""
-        return min(60, max(1, math.ceil(self._mean_s)))
 
     def page(self) -> bytes:
         """The metrics page, of `PAGE_TYPE`."""
@@ -115,20 +101,14 @@ def show_requests() -> None:
 
 
 def log_request(request: Request) -> None:
-    """Write the line of a request that ended, for whatever reason."""
-    if _log.isEnabledFor(logging.INFO):
-        _log.info("%s", request_line(request))
-
-
-def request_line(request: Request) -> str:
-    """What the log says of a request; its sequences are counted together."""
+    """Write the line of a request that ended, for whatever reason; its sequences are counted together."""
     metrics = merge(sequence.metrics for sequence in request.sequences)
     ends = sorted({"error" if s.error is not None else str(s.finish_reason) for s in request.sequences})
     parts = [f"{metrics.prompt_tokens} prompt tokens, {metrics.cached_tokens} cached", f"{metrics.output_tokens} new"]
     if (first := metrics.time_to_first_token_s) is not None:
         parts.append(f"first after {first:.3f} s")
-    if (seconds := metrics.inference_time_s) is not None and seconds > 0:
+    if seconds := metrics.inference_time_s:
         parts.append(f"{metrics.output_tokens / seconds:.1f} tokens/s")
     if metrics.rounds:
         parts.append(f"{metrics.mean_acceptance_length:.1f} a round")
-    return f"{request.request_id}: {', '.join(parts)}; {', '.join(ends)}"
+    _log.info("%s: %s; %s", request.request_id, ", ".join(parts), ", ".join(ends))

@@ -1,13 +1,13 @@
-"""Options of the server and of replicas, with their defaults, ranges and words. Imports little: the command line reads
-them."""
+"""Options of the server and of replicas. Imports little: the command line reads them."""
 
 import re
 from dataclasses import dataclass, fields
+from typing import get_args
 
 from ddtree_trt.artifact.template_arguments import check_template
 from ddtree_trt.errors import MAX_COUNT, UsageError, shown
 from ddtree_trt.records import check, option
-from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parser
+from ddtree_trt.runtime.chat.parsers import ReasoningParser, ToolParser
 from ddtree_trt.runtime.options import EngineOptions
 
 
@@ -37,11 +37,11 @@ class ServeOptions(EngineOptions):
         None, "New tokens of a chat that states no limit. Default: the rest of the context.", within=(1, MAX_COUNT)
     )
     chat_template: str | None = None  # the text of one in place of the engine's own
-    tool_parser: str = option(
-        "auto", f"How the model calls tools: auto, by its template; none; {', '.join(TOOL_PARSERS)}.", "NAME"
+    tool_parser: ToolParser = option(
+        "auto", "How the model calls tools: auto, by its template; none; by name.", "|".join(get_args(ToolParser))
     )
-    reasoning_parser: str = option(
-        "auto", f"How it writes its reasoning: auto; none, as content; {', '.join(REASONING_PARSERS)}.", "NAME"
+    reasoning_parser: ReasoningParser = option(
+        "auto", "How it writes its reasoning: auto; none, as content; by name.", "|".join(get_args(ReasoningParser))
     )
     request_log: bool = option(True, "Log every request that ends: its tokens, times and tokens a round.")
     access_log: bool = option(False, "Log every HTTP exchange.")
@@ -62,10 +62,6 @@ class ServeOptions(EngineOptions):
             raise UsageError("the API key must be printable ASCII text that is not empty")
         if self.chat_template is not None:
             check_template(self.chat_template, "chat_template")
-        check_parser("tool_parser", self.tool_parser, TOOL_PARSERS)
-        check_parser("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
-        if self.model_name == "":
-            raise UsageError("model_name must not be empty; leave it out for the engine's own name")
 
     @property
     def origins(self) -> list[str]:

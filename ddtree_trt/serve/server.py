@@ -16,11 +16,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
-from ddtree_trt.runtime.decoding.methods import AUTO, resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import Gate, with_origins
@@ -32,15 +30,11 @@ from ddtree_trt.worker_process import limit
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
 _OTHER_FILES = 80  # of the engine, the listener, other processes, and connections beyond those of the requests
 _FLUSH_S = 2  # timeout for connections to send their buffers
-_END_S = 4.5  # from the end of the drain timeout to when the process is ended, whatever it is doing
-_END_NOW_S = 4.5  # from a second signal to the same
+_END_S = 4.5  # from the drain timeout's end, or a second signal, to when the process is ended whatever it is doing
 
 
 def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
-    """Serve an engine until SIGTERM or SIGINT ends it. Prints one line when it is ready.
-
-    Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
-    """
+    """Serve an engine until a signal ends it. Raises ArtifactError, and UsageError for the address."""
     if options.request_log:
         show_requests()
     with listen(options) as listener:
@@ -97,32 +91,16 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 def ready_line(llm: AsyncLLM, options: ServeOptions, address: str) -> str:
-    """What is served, how, within which limits, and where; the address is the last word."""
+    """What is served, within which limits, and where; the address is the last word."""
     engine, manifest = llm.engine, llm.engine.manifest
-    how = [f"{engine.threads} thread{'s' * (engine.threads > 1)}"]
-    if engine_host_reason(manifest) is None:
-        how.append(f"device rounds {options.device_rounds}")
-    waiting = "any number" if llm.max_waiting is None else llm.max_waiting
-    parts = [
-        f"serving {options.model_name or manifest.name}: {manifest.name}, {manifest.backend} "
-        f"{', '.join([manifest.precision, *how])}",
-        f"{_method(manifest)} unless a request says otherwise",
-        f"{llm.slots} slots of {manifest.limits.max_seq_len} tokens, {waiting} may wait",
-        f"{'a key is needed; ' if options.api_key else ''}{'/playground, ' if options.playground else ''}/v1, /health "
-        f"and /metrics on {address}",
-    ]
-    return "; ".join(parts)
-
-
-def _method(manifest: Manifest) -> str:
-    """The method of requests that name none, and its budget."""
-    method = resolve_method(AUTO, manifest.drafter_kind)
-    if (budget := method.default_budget(manifest.drafting)) is not None:
-        return f"{method.name} with {budget} draft tokens a round"
-    most = manifest.limits.max_tree_budget
-    if manifest.drafting.drafts == "tokens":  # chains, drafted token by token
-        most = min(most, manifest.drafting.longest_draft)
-    return f"{method.name} with automatic budgets of up to {most} draft tokens a round"
+    rounds = f", device rounds {options.device_rounds}" if engine_host_reason(manifest) is None else ""
+    key, page = "a key is needed; " if options.api_key else "", "/playground, " if options.playground else ""
+    return (
+        f"serving {options.model_name or manifest.name}: {manifest.name}, {manifest.backend} {manifest.precision}, "
+        f"{engine.threads} thread{'s' * (engine.threads > 1)}{rounds}; {llm.slots} slots of "
+        f"{manifest.limits.max_seq_len} tokens, {options.max_waiting} may wait; {key}{page}/v1, /health and "
+        f"/metrics on {address}"
+    )
 
 
 HEAD_S = 10.0  # for the head of a request, from the connection's beginning or the answer before
@@ -159,8 +137,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn with draining: after a signal new requests are answered 503, and the server ends when the open ones have
-    finished. A second signal ends them at once."""
+    """uvicorn with draining: after a signal new requests are answered 503; a second signal ends the open ones."""
 
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_timeout_s: float, ready: str) -> None:
         super().__init__(config)
@@ -180,7 +157,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's signal handler. If the process is still there when its time is up, it is ended by a thread that
         needs neither the event loop nor the interpreter, with exit code 1, and says what each thread was doing."""
-        allowed_s = self._drain_timeout_s + _END_S if self._end_s is None else _END_NOW_S
+        allowed_s = _END_S + (self._drain_timeout_s if self._end_s is None else 0)
         self._end_s = min(self._end_s or math.inf, time.monotonic() + allowed_s)
         faulthandler.dump_traceback_later(max(self._end_s - time.monotonic(), 0.01), exit=True)
         self.drain()

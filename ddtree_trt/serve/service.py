@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
-from ddtree_trt.errors import MissingDependency, UsageError, shown
+from ddtree_trt.artifact.template_arguments import KEYWORD
+from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
 from ddtree_trt.runtime.chat.constraints import check_schemas
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
+from ddtree_trt.runtime.request_maker import DoesNotFit
 from ddtree_trt.runtime.structured.record import ALIASES, STRUCTURED, given_name
 from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import ApiError, cut, invalid
@@ -66,41 +68,18 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def encode(self, prompt: str | list[int], param: str) -> list[int]:
-        """Token ids of a prompt. Raises ApiError, which names `param`, for an invalid one."""
-        ids = await self.tokens(prompt, param)
-        if len(ids) >= self.max_seq_len:
-            raise self.too_long(f"{len(ids)} tokens", param)
-        if not ids:
-            message = f"'{param}' is empty: the prompt has no tokens; give at least one"
-            raise invalid(message, param)
-        return ids
-
-    async def tokens(self, prompt: str | list[int], param: str) -> list[int]:
-        """Token ids of a prompt, of which there may be none, or more than the model takes. Raises ApiError as `encode`
-        does, for texts whose length alone says that it takes no such prompt."""
+        """Token ids of a prompt. Raises ApiError, which names `param`; for too many characters at once."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
-            raise self.too_long(f"{len(prompt)} characters", param)
+            message = f"the prompt has {len(prompt)} characters, this model takes at most {self.max_seq_len - 1} tokens"
+            raise _named(DoesNotFit(message), param, {})
         return await self.in_thread("tokenizer", self.llm.codec.encode, prompt, param=param)
 
     async def render(
         self, chat: list[Message], chat_template_kwargs: Mapping[str, Any] | None, tools: Tools | None = None
     ) -> str:
-        """The text of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
-        call. Raises ApiError as `encode` does, and for the name of who says a message where the template would drop it.
-        """
-        codec, given, messages = self.llm.codec, chat_template_kwargs, [message.for_template() for message in chat]
-        for place, message in enumerate(chat):
-            if message.name is not None and message.role != "tool" and not codec.takes_names:
-                param = f"messages.{place}.name"
-                text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"
-                raise ApiError(400, text, param=param, code="unsupported_parameter")
-        characters = sum(len(m["content"]) for m in messages)
-        if len(messages) > self.max_seq_len:  # each is a token at least
-            raise self.too_long(f"{len(messages)} messages", "messages")
-        if characters > self._max_characters:
-            raise self.too_long(f"{characters} characters", "messages")
-        await self.in_thread("template", codec.check_template_kwargs, given, param="chat_template_kwargs")
-        return await self.in_thread("template", codec.render, messages, given, tools, param="messages")
+        """The text of a chat. Raises ApiError as `encode` does."""
+        messages, codec = [message.for_template() for message in chat], self.llm.codec
+        return await self.in_thread("template", codec.render, messages, chat_template_kwargs, tools, param="messages")
 
     async def in_thread(self, thread: str, work: Callable[..., _Result], *arguments: Any, param: str) -> _Result:
         """The result of `work`, called in the given thread. Raises ApiError, which names `param`, for UsageError."""
@@ -111,13 +90,6 @@ class Service:
         except MissingDependency as error:
             raise ApiError(400, str(error), param=param, code="unsupported_parameter") from error
 
-    def too_long(self, size: str, param: str) -> ApiError:
-        message = (
-            f"the prompt has {size}; this model takes at most {self.max_seq_len - 1} prompt tokens, "
-            f"{self.max_seq_len} with the completion"
-        )
-        return ApiError(400, message, param=param, code="context_length_exceeded")
-
     def params(
         self, given: Mapping[str, Any], room: int, names: Mapping[str, str], default: int | None = None
     ) -> SamplingParams:
@@ -127,17 +99,9 @@ class Service:
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
         """
-        for name in ("max_tokens", "min_tokens"):
-            if (tokens := given.get(name, 0)) > room:
-                limit = names.get(name, name)
-                message = (
-                    f"{limit} {shown(tokens)} does not fit: the prompt leaves {room} of this model's "
-                    f"{self.max_seq_len} tokens; shorten the prompt or lower it"
-                )
-                raise ApiError(400, message, param=limit, code="context_length_exceeded")
-        max_tokens = min(room, max(default or self._default_max_tokens or room, given.get("min_tokens", 0)))
+        wanted = max(default or self._default_max_tokens or room, given.get("min_tokens", 0))
         try:
-            return SamplingParams.from_mapping({"max_tokens": max_tokens, **given})
+            return SamplingParams.from_mapping({"max_tokens": max(1, min(room, wanted)), **given})
         except UsageError as error:
             raise _named(error, None, names) from error
 
@@ -161,23 +125,23 @@ class Service:
         request_id: str,
         prompt_param: str,
         *,
+        names: Mapping[str, str] | None = None,
         on_round: Watcher | None = None,
     ) -> Submission:
-        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason."""
+        """Submit a request, which the end of the exchange with the client cancels; `names` are as for `params`."""
         try:
             submission = self.llm.submit(ids, params, request_id, on_round=on_round)
         except UsageError as error:
-            raise _named(error, prompt_param, {}) from error
+            raise _named(error, prompt_param, names or {}) from error
         request.state.cleanup.enter_context(submission)
         return submission
 
 
 def _named(error: UsageError, other: str | None, names: Mapping[str, str]) -> ApiError:
-    """The error with its parameter, which is the first word of our texts, or its name in `names`; `other` where that
-    word is no parameter."""
-    text = str(error)
+    """The error with its parameter: our texts' first word, or its name in `names`; `other` where that is none."""
+    text, code = str(error), "context_length_exceeded" if isinstance(error, DoesNotFit) else "invalid_value"
     name = re.match(r"\w*", text)[0]  # type: ignore[index]
-    if name in PARAMETERS or name in ALIASES:
-        param = {STRUCTURED: "structured_outputs", **names}.get(name, name)
-        return invalid(param + text[len(name) :], param)
-    return invalid(text, other)
+    if name in PARAMETERS or name in ALIASES or name == KEYWORD:
+        other = {STRUCTURED: "structured_outputs", **names}.get(name, name)
+        text = other + text[len(name) :]
+    return ApiError(400, text, param=other, code=code)

@@ -35,7 +35,7 @@ class Chat:
         """Raises UsageError for params that the engine cannot honour."""
         self._llm = llm
         self._template_kwargs = chat_template_kwargs
-        self._hints = examples  # None once a hint was given
+        self._hints = examples  # None after the first question
         self._system = system
         self._set(params)
         self._forget()
@@ -45,8 +45,7 @@ class Chat:
         self._told = False  # that turns are left out
 
     def converse(self) -> None:
-        """Answer message by message until /quit or the end of input. Ctrl-C ends an answer, and at the prompt the chat,
-        by KeyboardInterrupt. A refused message is reported and forgotten."""
+        """Answer message by message until /quit or the end of input. Ctrl-C ends an answer or the chat."""
         name, method = self._llm.engine.manifest.name, self._params.method
         print(f"{name}, {method}. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat.")
         read = _reader()
@@ -86,8 +85,8 @@ class Chat:
             print("\n" + console.closing_line(output.metrics, "stopped"))
         assert output is not None  # a request ends with a part
         self._turns = [*turns, (question, output.outputs[0].text)]
-        if not turns and console.hint_if_far(question, self._hints, self._llm.codec):
-            self._hints = None
+        console.hint(question, self._hints)
+        self._hints = None
 
     def _fitted(self, question: str) -> tuple[list[Turn], list[int], SamplingParams]:
         """The turns that are kept, the prompt's tokens, and params with as many new tokens as there is room for.
@@ -166,10 +165,7 @@ def _number(value: str) -> Any:
 
 
 def _reader() -> Callable[[], str]:
-    """What reads a message: with history and editing on a terminal, where pasted lines are one message.
-
-    Raises EOFError at the end of input, KeyboardInterrupt at Ctrl-C unless that drops what was typed.
-    """
+    """What reads a message, with history and editing on a terminal. Raises EOFError and KeyboardInterrupt."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input("\n> ")
     from prompt_toolkit import PromptSession

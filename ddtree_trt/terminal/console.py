@@ -2,14 +2,12 @@
 
 import math
 import os
-import re
 import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -31,47 +29,25 @@ from ddtree_trt.terminal.printing import print_json, print_note
 
 
 class TreeView:
-    """Prints every round it is called with; neighbouring rounds that drafted nothing in one line."""
+    """Prints every round it is called with."""
 
     def __init__(self, codec: TextCodec, console: Console | None = None) -> None:
         self._codec = codec
         self._console = console or Console(highlight=False)
         self._count = 0
-        self._single: list[int] = []  # tokens of the latest rounds that drafted nothing
 
     def __call__(self, round_: Round) -> None:
         self._count += 1
-        if not len(round_.tree):
-            self._single.append(round_.next_token)
-            return
-        self._print_single(before=self._count)
-        self._print_line(self._heading(round_))
-        tree = round_.tree
-        accepted = set(round_.path.tolist())
+        # A heading in one line: the terminal wraps it, and not within a token's quotes.
+        self._console.print(Text(self._heading(round_), style="bold"), soft_wrap=True)
+        tree, accepted = round_.tree, set(round_.path.tolist())
         branches = [Tree(self._label(round_.root_token, "", 0 in accepted), guide_style="dim")]
         for node in range(1, len(tree) + 1):
             weight = float(tree.log_weights[node - 1])
             label = self._label(int(tree.token_ids[node - 1]), f" {math.exp(weight):.3f}", node in accepted)
             branches.append(branches[tree.parents[node]].add(label))
-        self._console.print(branches[0])
-
-    def finish(self) -> None:
-        """Print what is left. Call it after the last round."""
-        self._print_single(before=self._count + 1)
-
-    def _print_single(self, before: int) -> None:
-        """Print the collected rounds, which end before round `before`."""
-        if not self._single:
-            return
-        first, last = before - len(self._single), before - 1
-        which = f"round {first}" if first == last else f"rounds {first}–{last}"
-        tokens = " ".join(map(self._text, self._single))
-        self._print_line(f"{which}: no draft, one token each: {tokens}")
-        self._single.clear()
-
-    def _print_line(self, text: str) -> None:
-        """Print a heading in one line: the terminal wraps it, and not within a token's quotes."""
-        self._console.print(Text(text, style="bold"), soft_wrap=True)
+        if len(tree):
+            self._console.print(branches[0])
 
     def _heading(self, round_: Round) -> str:
         accepted = round_.tree.token_ids[round_.path[1:] - 1].tolist()
@@ -97,8 +73,6 @@ class TreeView:
 
 AR = AUTOREGRESSIVE.name
 REPETITIONS = 5  # of every method in a comparison, interleaved
-_WORD = re.compile(r"(?<![A-Za-z])[a-z]{2,}")  # names, which begin with a capital, are made up
-_MOST_UNKNOWN = 1 / 3  # of a prompt's words
 
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool = False) -> Iterator[RequestOutput]:
@@ -112,8 +86,6 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool 
                 print(part.outputs[0].text, end="", flush=True)
             yield output
     assert output is not None  # a request ends with a part
-    if view is not None:
-        view.finish()
     print(output.outputs[0].text if view else "")
     if view and llm.engine.rounds and output.metrics.why_host:
         print(f"rounds did not stay on the device: {output.metrics.why_host}")
@@ -143,7 +115,14 @@ def closing_line(m: RequestMetrics, ending: str = "") -> str:
 
 def print_output_json(output: RequestOutput) -> None:
     """One request as JSON: its completions, figures and usage. Raises UsageError where one ended with an error."""
-    print_json(_plain(output), indent=None)
+    plain = {
+        "request_id": output.request_id,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [asdict(o) for o in output.outputs],
+        "usage": {**asdict(output.usage), "total_tokens": output.usage.total_tokens},
+        "metrics": output.metrics.to_dict(),
+    }
+    print_json(plain, indent=None)
     _raise_error(output)
 
 
@@ -152,21 +131,8 @@ def _raise_error(output: RequestOutput) -> None:
         raise UsageError(error)
 
 
-def _plain(output: RequestOutput) -> dict[str, Any]:
-    return {
-        "request_id": output.request_id,
-        "prompt_token_ids": output.prompt_token_ids,
-        "outputs": [asdict(o) for o in output.outputs],
-        "usage": {**asdict(output.usage), "total_tokens": output.usage.total_tokens},
-        "metrics": output.metrics.to_dict(),
-    }
-
-
-def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
-    """Run the request by its method and by the baselines, interleaved, on the same engine; print the medians.
-
-    Raises DDTreeError where the outputs differ.
-    """
+def compare(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """Run the request by its method and the baselines in turn; print medians. Raises DDTreeError where texts differ."""
     if params.stochastic and params.seed is None:
         # With one seed every method that samples from the target draws the same tokens.
         params = replace(params, seed=secrets.randbits(32))
@@ -183,19 +149,15 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) 
     speeds = {m: median(o.metrics.decode_tokens_per_s or 0.0 for o in outputs[1:]) for m, outputs in runs.items()}
     tokens = {m: [o.token_ids for o in output.outputs] for m, output in firsts.items()}
     differing = [m for m in runs if tokens[m] != tokens[AR]]
-    if as_json:
-        rows = {m: {"tokens_per_s": speeds[m], **_plain(firsts[m])} for m in runs}
-        print_json({"identical": not differing, "warning": warning, "methods": rows}, indent=None)
-    else:
-        for completion in firsts[params.method].outputs:
-            print(completion.text)
-        print()
-        _print_table({m: output.metrics for m, output in firsts.items()}, speeds)
-        lengths = firsts[params.method].metrics.acceptance_lengths
-        print(f"acceptance lengths of {params.method}: {' '.join(map(str, lengths))}")
-        print(f"identical: {'no' if differing else 'yes'}")
-        if warning:
-            print(warning)
+    for completion in firsts[params.method].outputs:
+        print(completion.text)
+    print()
+    _print_table({m: output.metrics for m, output in firsts.items()}, speeds)
+    lengths = firsts[params.method].metrics.acceptance_lengths
+    print(f"acceptance lengths of {params.method}: {' '.join(map(str, lengths))}")
+    print(f"identical: {'no' if differing else 'yes'}")
+    if warning:
+        print(warning)
     if differing:
         inexact = llm.engine.inexact
         why = f"this engine is not exact: {inexact}" if inexact else "this engine is exact, so that is a fault"
@@ -224,26 +186,12 @@ def print_examples(examples: Examples) -> None:
             print(f"{'' if place else number:>{width}}  {printable(line)}")
 
 
-def print_question(prompt: str) -> None:
-    """Print a prompt that the user did not write, on stderr, since it is no result."""
-    for line in prompt.splitlines():
-        print_note(f"> {line}")
-
-
-def is_far(prompt: str, examples: Examples, codec: TextCodec) -> bool:
-    """Whether a prompt is far from what a model of few kinds of texts was trained on: shorter than every example, or
-    more than a third of its words are none that the tokenizer, made from the same texts, has whole."""
+def hint(prompt: str, examples: Examples | None) -> None:
+    """Say what the engine's model knows where that is little and the prompt is shorter than all of its examples."""
+    if examples is None or examples.knows is None:
+        return
     if len(prompt.split()) < min(len(each.split()) for each in examples.prompts):
-        return True
-    words = _WORD.findall(prompt)
-    unknown = [word for word in words if all(len(codec.encode(form)) > 1 for form in (word, f" {word}"))]
-    return len(unknown) > _MOST_UNKNOWN * len(words)
-
-
-def hint_if_far(prompt: str, examples: Examples | None, codec: TextCodec) -> bool:
-    """Print one line for a prompt that is far from all that the engine's model knows; returns whether it did."""
-    if examples is None or examples.knows is None or not is_far(prompt, examples, codec):
-        return False
-    sys.stdout.flush()  # the answer comes first, also where both go into one file
-    print_note(f"hint: this model knows only {examples.knows}; --list-examples shows prompts, --example answers one")
-    return True
+        sys.stdout.flush()  # the answer comes first, also where both go into one file
+        print_note(
+            f"hint: this model knows only {examples.knows}; --list-examples shows prompts, --example answers one"
+        )

@@ -1,5 +1,4 @@
-"""Printing of the command line: results on stdout, errors and progress on stderr, colour and bars only on a
-terminal."""
+"""Printing of the command line: results on stdout, errors and progress on stderr, colour only on a terminal."""
 
 from __future__ import annotations
 
@@ -42,26 +41,23 @@ def progress_bars() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
-    from rich.table import Column
 
-    console = Console(stderr=True)
-    most = max(16, console.width - 50)  # which leaves 20 columns to the bar, and amount and time their own
     columns = (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most)),
+        TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
     )
-    bars = Bars(*columns, console=console, transient=True)
+    bars = Bars(*columns, console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
 
     def show(stage: str, done: int, total: int, /) -> None:
         bars.start()  # at the first stage: until then stdout is not rich's
         # Small totals count steps, large ones bytes.
-        amount = f"{done}/{total}" if total < 10_000 else f"{decimal(done)} of {decimal(total)}"
+        size = f"{done}/{total}" if total < 10_000 else f"{decimal(done)} of {decimal(total)}"
         if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total, amount=amount)
-        bars.update(tasks[stage], completed=done, total=total, amount=amount)
+            tasks[stage] = bars.add_task(stage, total=total, amount=size)
+        bars.update(tasks[stage], completed=done, total=total, amount=size)
 
     try:
         yield show

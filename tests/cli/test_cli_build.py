@@ -13,8 +13,6 @@ from command_line import Cli
 from pacing import WAIT_S
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.commands import build as building
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.errors import install_with
@@ -54,12 +52,10 @@ def test_inspect(cli: Cli) -> None:
     assert {"target", "drafter", "target dims", "limits", "weights", "KV cache", "toolchain", "files"} <= words
     assert any(line.strip().startswith("weights.bin") for line in lines) and "tiny/target (packaged)" in out
     report = json.loads(cli("inspect", "engines/tiny", "--json")[1])
-    manifest, memory = report["manifest"], report["memory"]
-    dims, drafter, limits = manifest["target_dims"], manifest["drafter_dims"], Limits(**manifest["limits"])
-    values = sum(2 * d["num_layers"] * d["num_kv_heads"] * d["head_dim"] for d in (dims, drafter))
-    assert memory["kv_bytes_per_slot"] == 4 * values * limits.cache_rows
-    assert memory["kv_bytes_all_slots"] == limits.max_batch * memory["kv_bytes_per_slot"]
-    assert memory["weights_bytes"] > manifest["files"]["weights.bin"]["size"]  # each session packs a head of its own
+    manifest = report["manifest"]
+    assert (
+        report["memory"]["weights_bytes"] > manifest["files"]["weights.bin"]["size"]
+    )  # sessions pack heads of their own
     assert report["total_bytes"] == sum(f["size"] for f in manifest["files"].values())
     assert report["has_profile"] is True
 
@@ -104,35 +100,16 @@ def test_help_version_and_no_command(cli: Cli) -> None:
     assert code == 2 and err.startswith("error: No such command 'bild'")
 
 
-def on_a_terminal(*command: str, cwd: Path | None = None) -> str:
-    """What a command writes on a terminal of 80 columns."""
-    environment = {**HIDDEN, "TERM": "xterm"}
-    child = pexpect.spawn(
-        command[0], [*command[1:]], cwd=cwd, env=environment, encoding="utf-8", dimensions=(24, 80), timeout=WAIT_S
-    )
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0 and child.before is not None
-    return child.before
-
-
 def test_bars_on_a_terminal_only(built_folder: Path) -> None:
     """On a terminal stderr carries progress; stdout is the same lines either way."""
     build = f"{sys.executable} -m ddtree_trt.cli build --target tiny --force --no-profile > out"
-    drawn = on_a_terminal("sh", "-c", build, cwd=built_folder)
+    environment = {**HIDDEN, "TERM": "xterm"}
+    drawn, code = pexpect.run(
+        f'sh -c "{build}"', cwd=str(built_folder), env=environment, timeout=WAIT_S, withexitstatus=True
+    )
     first, second = (built_folder / "out").read_text().splitlines()
-    assert "write weights" in drawn and "backend onnxruntime: " in drawn
+    assert code == 0 and b"write weights" in drawn and b"backend onnxruntime: " in drawn
     assert first.startswith("built engines/tiny: ") and second == "next: ddtree-trt run engines/tiny"
-
-
-def test_the_seconds_of_a_build_are_those_waited(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring latencies is a part of it."""
-    now = [0.0]
-    monkeypatch.setattr(building, "measure", lambda *_: now.__setitem__(0, now[0] + 5000.0))
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    code, out, err = cli("build", "--target", "tiny", "--output", tmp_path / "engine")
-    assert code == 0, err
-    assert out.splitlines()[0].endswith(", 5000.0 s")
 
 
 def test_a_closed_pipe_is_no_error(built_folder: Path) -> None:
@@ -175,6 +152,4 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, name
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    if not names and Path("/proc/driver/nvidia/gpus").exists():
-        pytest.skip("this machine has a driver")
     assert [gpu.name for gpu in find_gpus()] == names

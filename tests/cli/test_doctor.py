@@ -75,15 +75,6 @@ def test_no_command_for_what_would_not_help() -> None:
     assert not any("tensorrt-rtx" in command for command in diagnose(BARE).next_steps)
 
 
-@pytest.mark.parametrize(("cuda", "found"), [("13.0", True), ("12.9", False)])
-def test_a_driver_older_than_the_kernels_runtime(cuda: str, found: bool) -> None:
-    """The kernels link CUDA 13 statically: a torch for CUDA 12 does not help."""
-    driver = check("CUDA driver", replace(WHOLE, driver_cuda=cuda))
-    assert driver.found is found
-    assert f"for CUDA up to {cuda}" in driver.detail
-    assert ("needs driver 580 or newer, also beside a torch for CUDA 12" in driver.detail) is not found
-
-
 def test_a_torch_for_cpus_is_enough_without_a_gpu() -> None:
     survey = replace(NO_GPU, versions={"torch": {"torch": "2.13.0+cpu"}})
     assert check("torch", survey).found

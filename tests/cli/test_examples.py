@@ -11,10 +11,7 @@ from engine_files import vouch
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import Examples, read_examples, required_examples
 from ddtree_trt.artifact.files import EXAMPLES
-from ddtree_trt.bench.measure import load_prompts
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.runtime.text.codec import TextCodec
-from ddtree_trt.terminal.console import is_far
 
 LEAST_PER_ROUND = 3.0
 UNKNOWN = "What is the capital of France?"
@@ -48,20 +45,20 @@ def test_they_are_listed_and_answered(cli: Cli, tiny_engine: Path, examples: Exa
     assert (code, err) == (0, "")
     for number, prompt in enumerate(examples.prompts, 1):
         assert f"{number}  {prompt}".replace("\n", "\n   ") in listed
-    first = cli("run", tiny_engine, "--example")
+    first = cli("run", tiny_engine, "--example", "1")
     assert first[1].splitlines()[-2] == "Answer: 91" and first[2] == f"> {examples.prompts[0]}\n"
     for arguments in (("--example", "2"), ("--example=2", "--max-tokens", "64")):
         code, out, err = cli("run", tiny_engine, *arguments)
         assert (code, err) == (0, f"> {examples.prompts[1]}\n") and "Answer: 192" in out
-    asked = json.loads(cli("run", "--example", "--json", tiny_engine)[1])
+    asked = json.loads(cli("run", "--example", "1", "--json", tiny_engine)[1])
     assert asked["outputs"][0]["text"].endswith("Answer: 91")
 
 
 def test_an_example_that_is_none(cli: Cli, tiny_engine: Path, bare_engine: Path, tmp_path: Path) -> None:
     code, out, err = cli("run", tiny_engine, "--example", "9")
     assert (code, out) == (2, "") and "--example must be from 1 to 8, not 9" in err
-    assert "without --prompt" in cli("run", tiny_engine, "--example", "--prompt", "x")[2]
-    for wanted in ("--example", "--list-examples"):
+    assert "without --prompt" in cli("run", tiny_engine, "--example", "1", "--prompt", "x")[2]
+    for wanted in ("--example=1", "--list-examples"):
         code, out, err = cli("run", bare_engine, wanted)
         assert (code, out) == (2, "") and "ships no examples" in err and err.count("\n") == 1
     assert "no engine at" in cli("run", tmp_path / "nowhere", "--list-examples")[2]
@@ -71,22 +68,6 @@ def test_a_damaged_file_is_refused(bare_engine: Path) -> None:
     (bare_engine / EXAMPLES).write_text('{"prompts": "one"}')
     with pytest.raises(ArtifactError, match=r"prompts must be"):
         read_examples(bare_engine)
-
-
-def test_what_is_far(tiny_engine: Path, examples: Examples) -> None:
-    codec = TextCodec(tiny_engine, {})
-    held_out = [str(p.opening[0]["content"]) for p in load_prompts(["tiny"]) if isinstance(p.opening[0], dict)]
-    assert len(held_out) == 60
-    assert [prompt for prompt in (*held_out, *examples.prompts) if is_far(prompt, examples, codec)] == []
-    for prompt in (
-        UNKNOWN,
-        "What is 12 + 30?",
-        "def fib(n):",
-        "hello",
-        "Write a short, polite email to my manager that asks for a day off because I am moving house.",
-        "Explain how speculative decoding works in simple terms, for somebody who has never heard of language models.",
-    ):
-        assert is_far(prompt, examples, codec), prompt
 
 
 def test_the_hint_comes_once_and_where_it_belongs(cli: Cli, tiny_engine: Path, bare_engine: Path) -> None:

@@ -19,9 +19,6 @@ from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 from workbench.equal_bits import compare
 
-STEPS = 140
-CHAINS = ((2,), (9,), (33,), (129,), (1, 4, 2, 9, 17, 1, 1, 3))
-
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,50 +38,6 @@ def tokens_of(engine: OrtEngine, count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, engine.manifest.target_dims.vocab_size, count)
 
 
-def start(engine: OrtEngine) -> None:
-    engine.truncate(0, 0)
-    engine.prefill(0, tokens_of(engine, 40, 0), rows="last", taps=False)
-
-
-def step(engine: OrtEngine, tokens: np.ndarray, kept: int) -> np.ndarray:
-    """Verify a chain and commit its first `kept` tokens; the logits [T, V]."""
-    (verdict,) = engine.verify([VerifyRequest(0, token_chain(tokens))])
-    logits = np.array(verdict.logits)
-    assert verdict.choices.tolist() == logits.argmax(-1).tolist()
-    engine.commit(0, np.arange(kept, dtype=np.int32), taps=False)
-    return logits
-
-
-def differences(engine: OrtEngine) -> list[float]:
-    """How far the logits of chains of several lengths, accepted in part, lie from those of single tokens."""
-    tokens = tokens_of(engine, STEPS, 1)
-    start(engine)
-    alone = np.concatenate([step(engine, tokens[i : i + 1], 1) for i in range(STEPS)])
-    found = []
-    for lengths in CHAINS:
-        start(engine)
-        place, largest, turn = 0, 0.0, 0
-        while place < STEPS:
-            chain = tokens[place : place + lengths[turn % len(lengths)]]
-            kept = max(1, len(chain) - turn % 3)
-            logits = step(engine, chain, kept)
-            largest = max(largest, float(np.abs(logits - alone[place : place + len(chain)]).max()))
-            place, turn = place + kept, turn + 1
-        found.append(largest)
-    for chunk in (1, 2, 7, 65, STEPS):  # as after a reused prefix, or at a prompt's end
-        start(engine)
-        rows = [
-            np.array(engine.prefill(0, tokens[i : i + chunk], rows="all", taps=False).logits)
-            for i in range(0, STEPS, chunk)
-        ]
-        found.append(float(np.abs(np.concatenate(rows) - alone).max()))
-    return found
-
-
-def test_a_tokens_logits_are_the_same_bits_alone_and_in_a_chain(engine: OrtEngine) -> None:
-    assert differences(engine) == [0.0] * (len(CHAINS) + 5)
-
-
 def test_a_cache_is_used_to_its_last_row(engine: OrtEngine) -> None:
     rows, chunk = engine.manifest.limits.cache_rows, engine.manifest.limits.prefill_chunk
     tokens = tokens_of(engine, rows, 3)
@@ -92,14 +45,15 @@ def test_a_cache_is_used_to_its_last_row(engine: OrtEngine) -> None:
     for i in range(0, rows - 2, chunk):
         engine.prefill(0, tokens[i : min(i + chunk, rows - 2)], rows="last", taps=False)
     for length in (rows - 1, rows):
-        logits = step(engine, tokens[length - 1 : length], 1)
-        assert np.isfinite(logits).all() and logits.shape[0] == 1
+        (verdict,) = engine.verify([VerifyRequest(0, token_chain(tokens[length - 1 : length]))])
+        assert np.isfinite(np.array(verdict.logits)).all()
+        engine.commit(0, np.zeros(1, np.int32), taps=False)
         assert engine.length(0) == length
     with pytest.raises(EngineError, match="1 more do not fit"):
-        step(engine, tokens[:1], 1)
+        engine.verify([VerifyRequest(0, token_chain(tokens[:1]))])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 43))])
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 43))])
 def test_rows_beside_others_have_the_bits_of_single_tokens(directory: Path, seed: int) -> None:
     """Rounds of 1 to 8 slots with trees of 2 to 129 nodes behind prompts in chunks, on 1 to 4 threads: the deepest path
     of each tree, which is committed, is compared with its tokens one by one on one thread."""

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quantized import ALGORITHMS, GROUP, quantize
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.compile import BuildRequest, DryRun, compile_engine, dry_run
+from ddtree_trt.build.compile import BuildRequest, DryRun, dry_run
 from ddtree_trt.cli import app
 from ddtree_trt.device import buffers as places
 from ddtree_trt.device.buffers import (
     ALIGNMENT,
     CacheShape,
     Layout,
-    Rows,
     tensorrt_buffers,
     with_aligned_slots,
 )
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.memory import MemoryPlan, plan_engine
-from ddtree_trt.doctor import inspect_engine
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import TransformerDims
@@ -52,8 +47,6 @@ def test_the_cache_of_a_known_model() -> None:
     assert plan.kv_bytes_per_slot == (147_456 + 20_480) * (4096 + 257)
     assert plan.kv_bytes_all_slots == 4 * plan.kv_bytes_per_slot
     assert plan.place == "GPU"
-    parts = (plan.weights_bytes, plan.kv_bytes_all_slots, plan.buffers_bytes, plan.workspace_bytes)
-    assert plan.total_bytes == sum(parts)
 
 
 dims = st.builds(
@@ -99,20 +92,7 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
     tables = buffers[places.EMBEDDING] + buffers[places.HEAD]
     assert plan.weights_bytes == buffers[places.HEAD]
     assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
-    rows = Rows.of(DRAFTER.block_size, LIMITS)
-    assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
     assert buffers[places.LOGITS] == 4 * 257 * 151936 * 4
-
-
-def test_logits_on_pytorch_do_not_grow_with_the_slots() -> None:
-    """Of 64 slots' trees of 257 tokens they would take 10 GB; their output in half precision takes 135 MB."""
-    few, many = (
-        plan_engine("torch", "bf16", TARGET, DRAFTER, Limits(4096, max_batch=slots), 0).buffers_bytes
-        for slots in (2, 64)
-    )
-    states = 5 * 4096 * 2 * (257 + 16)  # tapped, of a slot more
-    assert many - few == 62 * states + 64 * 257 * 4096 * 2
-    assert few == 2 * 257 * 151936 * 4 + 2 * states
 
 
 @given(dims, dims, limits, st.sampled_from((2, 4)))
@@ -132,9 +112,8 @@ def test_slots_of_native_attention_begin_where_tensorrt_takes_them(
     assert not any(aligned(dataclasses.replace(limits, prefill_chunk=chunk)) for chunk in rows)
 
 
-def run(*args: object) -> subprocess.CompletedProcess[str]:
-    result = CliRunner().invoke(app, [str(a) for a in args])
-    return subprocess.CompletedProcess([str(a) for a in args], result.exit_code, result.stdout, result.stderr)
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,28 +121,13 @@ def test_dry_run_writes_nothing(backend: str, tmp_path: Path, monkeypatch: pytes
     """On any machine, for every backend."""
     monkeypatch.chdir(tmp_path)
     shown = run("build", "--target", "tiny", "--backend", backend, "--dry-run", "--max-batch", 3)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.exit_code == 0, shown.stderr
     assert shown.stdout.startswith(f"tiny: {backend} ")
     assert "for 3 slots at full length" in shown.stdout
     assert not list(tmp_path.iterdir())
     data = json.loads(run("build", "--target", "tiny", "--backend", backend, "--dry-run", "--json").stdout)
     assert data["limits"]["max_batch"] == Limits.max_batch
     assert data["memory"]["total_bytes"] > data["memory"]["kv_bytes_all_slots"] > 0
-
-
-def test_dry_run_says_what_the_build_has(tmp_path: Path) -> None:
-    """Weights and cache by config.json alone against an engine's files."""
-    target, drafter = make_pair(tmp_path / "pair")
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", max_batch=2)
-    would = dry_run(request)
-    compile_engine(request)
-    found = inspect_engine(tmp_path / "e").memory
-    assert would.memory.kv_bytes_per_slot == found.kv_bytes_per_slot
-    assert would.limits.max_batch == 2
-    # The file holds rotary tables too, and aligns its tensors.
-    assert would.memory.weights_bytes <= found.weights_bytes < 2 * would.memory.weights_bytes
-    (tmp_path / "pair" / "target" / "model.safetensors").unlink()
-    assert dry_run(request) == would  # no weight was looked at
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -213,22 +177,7 @@ def test_what_cannot_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPat
     DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), None).check()
     gpu(monkeypatch, "1 MiB")
     shown = run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run")
-    assert shown.returncode == 1
+    assert shown.exit_code == 1
     assert "of the GPU's memory, which has 0.0 GB" in shown.stderr
     gpu(monkeypatch, "unknown")
-    assert run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run").returncode == 0
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_session_of_onnxruntime_packs_a_head(tied: bool, tmp_path: Path) -> None:
-    """What is loaded is the embedding once, and a head for the target and one for the drafter, whether or not the file
-    has one of its own; in int8 what is in the file."""
-    target, drafter = make_pair(tmp_path / "pair", tied=tied)
-    networks = [load_checkpoint(path) for path in (target, drafter)]
-    table = networks[0].dims.table
-    layers = [shape for network in networks for shape in network.shapes.values() if shape != table]
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter)
-    assert dry_run(request).memory.weights_bytes == 4 * (sum(map(math.prod, layers)) + 3 * math.prod(table))
-    stored = sum(weight_bytes(network, "int8") for network in networks)
-    again = dataclasses.replace(request, precision="int8")
-    assert dry_run(again).memory.weights_bytes == stored
+    assert run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run").exit_code == 0

@@ -32,14 +32,6 @@ def decode(bits: np.ndarray, fp16: bool) -> np.ndarray:
     return bits.view(np.float16 if fp16 else bfloat16).astype(np.float32)
 
 
-def chain(_: np.random.Generator, tokens: int) -> np.ndarray:
-    return np.arange(-1, tokens - 1, dtype=np.int32)
-
-
-def star(_: np.random.Generator, tokens: int) -> np.ndarray:
-    return np.array([-1] + [0] * (tokens - 1), np.int32)
-
-
 Tree = Callable[[np.random.Generator, int], np.ndarray]
 Place = Callable[[np.ndarray], np.ndarray]
 
@@ -159,33 +151,19 @@ def check(case: Case, mode: MaskMode, splits: int = 0) -> None:
     np.testing.assert_array_equal(decode(case.arrays["cache_v"], case.fp16), present_v)
 
 
-EDGES = [0, 1, 63, 64, 65, 127, 128, 129]
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 17, 33])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 def test_pasts_around_tile_edges(tokens: int, group: int) -> None:
-    for i, past in enumerate(EDGES):
+    for i, past in enumerate([0, 1, 63, 64, 65, 127, 128, 129]):
         check(Case(tokens, [past], group, seed=i), MaskMode.TREE, splits=(0, -1, 2)[i % 3])
 
 
 @pytest.mark.parametrize(
     ("tokens", "past", "group"),
-    [
-        (65, 4096, 4),
-        (129, 65, 2),
-        (513, 1000, 1),
-        (1025, 4096, 1),
-    ],
+    [(65, 4096, 4), (129, 65, 2), (513, 1000, 1), (1025, 1100, 1)],
 )
 def test_large_trees_and_long_pasts(tokens: int, past: int, group: int) -> None:
     check(Case(tokens, [past], group), MaskMode.TREE)
-
-
-@pytest.mark.parametrize("mode", list(MaskMode))
-@pytest.mark.parametrize("tree", [chain, star])
-def test_modes_and_tree_shapes(mode: MaskMode, tree: Tree) -> None:
-    check(Case(33, [70], 2, tree=tree), mode)
 
 
 @pytest.mark.parametrize("mode", list(MaskMode))
@@ -194,9 +172,10 @@ def test_modes_and_tree_shapes(mode: MaskMode, tree: Tree) -> None:
 def test_types_head_sizes_and_batches(mode: MaskMode, head_dim: int, fp16: bool) -> None:
     for splits in (0, -1, 5):
         check(Case(17, [300, 0, 65], 4, 2, head_dim, fp16), mode, splits)
+    check(Case(33, [70], 2, 1, head_dim, fp16, tree=_with_path(range(33))), mode)  # a chain
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pasts = rng.integers(0, 200, rng.integers(1, 4))

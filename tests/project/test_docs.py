@@ -77,7 +77,7 @@ pytest.importorskip("mkdocstrings", reason="the extra [docs] is not installed")
 
 
 # Of the extra [dev] and of those that only run engines: `make docs` installs none of them.
-NOT_INSTALLED = ("fastapi", "gguf", "httpx", "hypothesis", "llguidance", "openai", "prometheus_client", "ray", "torch")
+NOT_INSTALLED = ("gguf", "hypothesis", "llguidance", "openai", "prometheus_client", "ray", "starlette", "torch")
 
 
 @pytest.mark.slow

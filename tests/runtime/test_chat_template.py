@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 from checkpoints import make_pair
 from engine_builds import PACKAGED
 from pacing import WAIT_S
-from serving import thread_server
 
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -23,7 +21,7 @@ from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.runtime.text.chat_template import Renderer
+from ddtree_trt.runtime.text.chat_template import LIMITS, MAX_CHARACTERS, Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.worker_process import Limits
 
@@ -34,7 +32,7 @@ TOKENIZER = TextCodec(PACKAGED / "tokenizer", {}).tokenizer
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[Renderer]:
-    renderer = Renderer(Limits(cpu_seconds=WAIT_S, memory_bytes=64 << 20), characters=100_000)
+    renderer = Renderer(Limits(cpu_seconds=WAIT_S, memory_bytes=64 << 20))
     yield renderer
     renderer.close()
 
@@ -51,8 +49,6 @@ def test_it_renders_what_transformers_does(renderer: Renderer) -> None:
         PLAIN,
         "{%- for m in messages -%}\n  {{ m | tojson }}\n{%- endfor %}{% if add_generation_prompt %}<bot>{% endif %}",
         "{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m['content'] }}{% endfor %}{{ style }}",
-        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-        "\n  {{ messages[0].content }} \n\n",
     ]
     for template in templates:
         expected = TOKENIZER.apply_chat_template(
@@ -66,7 +62,7 @@ DOUBLED = "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x =
 BOUNDED = [
     (DOUBLED, "more than the 64 MiB allowed"),
     ("{{ 'x' * 10 ** 10 }}", "more than the 64 MiB allowed"),
-    ("{% for a in range(99999) %}{{ 'xxxx' }}{% endfor %}", "399996 characters, more than the 100000 allowed"),
+    ("{{ 'x' * 5242880 }}", "5242880 characters, more than the 4194304 allowed"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{% for %}", "Expected"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -74,13 +70,15 @@ BOUNDED = [
 ]
 
 
+def test_the_documents_say_the_limits_of_a_template() -> None:
+    limits = f"{LIMITS.cpu_seconds:g} s, {LIMITS.memory_bytes >> 20} MiB and {MAX_CHARACTERS >> 20} Mi characters"
+    assert limits in (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("template", [NESTED.replace("x", ""), "{{ 9 ** (9 ** 9) }}"])
-def test_a_template_without_an_end_is_stopped(hasty: Renderer, template: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"takes more than 0\.5 s of a processor for these messages and was stopped; shorten"
-    ):
-        hasty.render(template, MESSAGES, {})
+def test_a_template_without_an_end_is_stopped(hasty: Renderer) -> None:
+    with pytest.raises(UsageError, match=r"takes more than 0\.5 s of a processor .* was stopped; shorten"):
+        hasty.render("{{ 9 ** (9 ** 9) }}", MESSAGES, {})
     assert hasty._process is None, "it does not go on"
 
 
@@ -106,24 +104,9 @@ def test_long_messages_pass_through_the_pipe(renderer: Renderer) -> None:
     assert renderer.render("{{ messages[0].content }}", chat, {}) == "ß" * 90_000
 
 
-def test_many_threads_render_their_own(renderer: Renderer) -> None:
-    texts: dict[int, str] = {}
-
-    def one(number: int) -> None:
-        texts[number] = renderer.render(PLAIN, [{"role": "user", "content": str(number)}], {"bos_token": ""})
-
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert texts == {n: f"<user>{n}\n" for n in range(16)}
-
-
-@pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=["set", "bytes", "object"])
-def test_what_json_cannot_hold_is_refused(renderer: Renderer, value: object) -> None:
+def test_what_json_cannot_hold_is_refused(renderer: Renderer) -> None:
     with pytest.raises(UsageError, match="chat messages and template variables must hold what JSON can"):
-        renderer.render(PLAIN, [{"role": "user", "content": "x", "extra": value}], {})
+        renderer.render(PLAIN, [{"role": "user", "content": "x", "extra": b"x"}], {})
 
 
 def test_it_runs_nothing_of_the_directory_it_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,21 +129,6 @@ def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(EngineError, match="/nonexistent/python does not start"):
         Renderer().render("a", MESSAGES, {})
-
-
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_CPU, (3000, 3000))
-from ddtree_trt.runtime.text.chat_template import Renderer
-renderer = Renderer()
-print(renderer.render("a{{ messages[0].content }}", [{"role": "user", "content": "b"}], {}))
-renderer.close()
-"""
-
-
-def test_a_process_with_limits_of_its_own_renders() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ab\n"), done.stderr
 
 
 def test_a_process_that_ends_is_not_the_messages_fault(renderer: Renderer) -> None:
@@ -215,16 +183,14 @@ CHAT: list[dict[str, str]] = [{"role": "user", "content": "t5"}]
 PARAMS = SamplingParams(max_tokens=4)
 CASES: list[tuple[dict[str, Any] | None, list[int]]] = [
     (None, [5, 7, 8, 9]),
-    ({}, [5, 7, 8, 9]),
     ({"enable_thinking": True}, [5, 7]),
-    ({"words": ["t3", "t4"]}, [5, 7, 8, 9, 3, 4]),
-    ({"enable_thinking": None, "words": ["t2"]}, [5, 7, 2]),
+    ({"enable_thinking": None, "words": ["t3", "t4"]}, [5, 7, 3, 4]),
 ]
 WRONG: list[tuple[Any, str]] = [
     ({"thinking": False}, "chat_template_kwargs thinking: the target's chat template has no such variable; it has"),
     ({"messages": []}, "chat_template_kwargs messages is set by every request itself; leave it out"),
-    ({"add_generation_prompt": False}, "chat_template_kwargs add_generation_prompt is set by every request itself"),
     ({"a b\n": 1}, r"chat_template_kwargs 'a b\n': the target's chat template has no such variable"),
+    (["enable_thinking"], "must be an object of names and values"),
 ]
 
 
@@ -233,12 +199,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chats")
     target, drafter = make_pair(path)
     (target / "chat_template.jinja").write_text(TEMPLATE)
-    output = path / "engine"
-    arguments = {"enable_thinking": False}
-    compile_engine(
-        BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=output, chat_template_args=arguments)
-    )
-    return output
+    given: Any = {"checkpoint": target, "drafter": drafter, "chat_template_args": {"enable_thinking": False}}
+    compile_engine(BuildRequest(target="mine", output=path / "engine", **given))
+    return path / "engine"
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +220,7 @@ def test_generate_and_stream(llm: LLM, given: dict[str, Any] | None, ids: list[i
     assert llm.generate(CHAT, PARAMS)[0].prompt_token_ids == CASES[0][1]  # the next request's are its own
 
 
-@pytest.mark.parametrize(("given", "message"), [*WRONG, (["enable_thinking"], "must be an object of names and values")])
+@pytest.mark.parametrize(("given", "message"), WRONG)
 def test_what_the_template_never_looks_at(llm: LLM, given: Any, message: str) -> None:
     for call in (llm.generate, llm.stream):
         with pytest.raises(UsageError) as caught:
@@ -265,41 +228,20 @@ def test_what_the_template_never_looks_at(llm: LLM, given: Any, message: str) ->
         assert message in str(caught.value) and str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("prompt", ["t5", [5, 7], [[5], [7]]])
-def test_a_prompt_without_a_template_takes_none(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(
-        UsageError, match="chat_template_kwargs are for chat messages, and this prompt is text or token"
-    ):
-        llm.generate(prompt, PARAMS, chat_template_kwargs={"enable_thinking": True})
-    assert llm.generate(prompt, PARAMS, chat_template_kwargs={})
-
-
-def test_an_engine_without_a_template(tiny_engine: Path, tmp_path: Path) -> None:
+def test_a_prompt_without_a_template_takes_none(llm: LLM, tiny_engine: Path) -> None:
+    with pytest.raises(UsageError, match="are for chat messages, and this prompt is text or token"):
+        llm.generate([[5], [7]], PARAMS, chat_template_kwargs={"enable_thinking": True})
+    assert llm.generate("t5", PARAMS, chat_template_kwargs={})
     codec = TextCodec(tiny_engine, {})
     codec.tokenizer.chat_template = None
     with pytest.raises(UsageError, match="chat_template_kwargs x: the target's tokenizer has no chat template"):
         codec.encode(CHAT, {"x": 1})
 
 
-def test_served(engine: Path) -> None:
-    with thread_server(engine) as server:
-        for given, ids in CASES:
-            answer = server.chat("t5", max_tokens=4, chat_template_kwargs=given)
-            assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len(ids)
-        for wrong, message in (WRONG[0], (["enable_thinking"], "")):
-            error = server.chat("t5", chat_template_kwargs=wrong).json()["error"]
-            assert error["param"] == "chat_template_kwargs" and error["message"].startswith(message)
-        body = {"prompt": "t5", "chat_template_kwargs": {"enable_thinking": True}}
-        error = server.http.post("/v1/completions", json=body).json()["error"]
-        assert error["code"] == "unknown_parameter" and error["param"] == "chat_template_kwargs"
-
-
-def test_run(engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["run", str(engine), "--prompt", "t5", "--max-tokens", "4", "--json"]
     option = ["--chat-template-arg", "enable_thinking=true", "--chat-template-arg", 'words=["t3"]']
     assert not app([*call, *option], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["prompt_token_ids"] == [5, 7, 3]
-    assert app([*call, "--chat-template-arg", "thinking=true"], standalone_mode=False) == 2
-    assert "--chat-template-arg thinking: the target's chat template has no such" in capsys.readouterr().err
     assert app([*call, *option, "--raw"], standalone_mode=False) == 2
     assert "--raw does without" in capsys.readouterr().err

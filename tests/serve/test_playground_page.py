@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from axe_core_python import selenium as axe
-from pacing import WAIT_S, Passes
+from pacing import WAIT_S
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -62,12 +62,15 @@ def test_a_message_is_answered_beside_ar_and_its_rounds_are_drawn(page: Page, ti
         assert "checking" in details.text and "undefined" not in details.text
     text = page.browser.find_element(By.TAG_NAME, "body").text
     assert not [stage for stage in STAGES if "_" in stage and stage in text] and "verify" not in text
-    assert page.errors == []
+    assert [line["message"] for line in page.browser.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
 def test_escape_stops_an_answer(page: Page, server: ThreadServer) -> None:
     page.choose("method", "ar")
-    page.send_and_wait_in_the_middle(QUESTION, server.passes, "ar")
+    begun = server.passes.begun
+    server.passes.wait_until(lambda requests: server.passes.begun < begun + 4)
+    page.find("message").send_keys(QUESTION, Keys.ENTER)
+    page.wait(lambda: page.answers.get("ar"))  # which then stands still
     page.find("message").send_keys(Keys.ESCAPE)
     server.passes.release()
     page.wait(lambda: page.idle)
@@ -94,7 +97,8 @@ def test_a_key_is_asked_for(browser: Any, guarded: ThreadServer) -> None:
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_every_width_and_scheme_is_readable_and_accessible(page: Page, width: int, scheme: str) -> None:
-    page.size(width, 900)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     page.choose("budget", "16")
@@ -224,31 +228,16 @@ class Page:
         text = "return arguments[0].querySelector('.text').textContent"
         return {box.get_attribute("data-method"): self.browser.execute_script(text, box) for box in boxes}
 
-    @property
-    def errors(self) -> list[str]:
-        return [line["message"] for line in self.browser.get_log("browser") if line["level"] == "SEVERE"]
-
     def send(self, text: str) -> None:
         self.find("message").send_keys(text, Keys.ENTER)
         self.wait(lambda: not self.idle or self.answers or self.problem)
         self.wait(lambda: self.idle)
-
-    def send_and_wait_in_the_middle(self, text: str, passes: Passes, method: str) -> None:
-        """Send a message whose answer by this method then stands still, until the passes are let go."""
-        begun = passes.begun
-        passes.wait_until(lambda requests: passes.begun < begun + 4)
-        self.find("message").send_keys(text, Keys.ENTER)
-        self.wait(lambda: self.answers.get(method))
 
     def choose(self, name: str, value: str) -> None:
         Select(self.find(name)).select_by_value(value)
 
     def open(self, name: str) -> None:
         self.find(name).find_element(By.TAG_NAME, "summary").click()
-
-    def size(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def round_shown(self) -> str:
         """The caption, which agrees with the drawing."""

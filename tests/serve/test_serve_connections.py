@@ -12,16 +12,7 @@ from typing import Any
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
-from serving import (
-    LONG,
-    ThreadServer,
-    events_of,
-    hold,
-    long_chat,
-    read_all,
-    release,
-    thread_server,
-)
+from serving import LONG, ThreadServer, events_of, hold, long_chat, read_all, release, thread_server
 
 from ddtree_trt.errors import EngineError
 
@@ -176,28 +167,21 @@ def test_requests_under_way_are_bounded(tiny_engine: Path) -> None:
         wait_for(lambda: small.chat(max_tokens=2).status_code == 200)
 
 
-def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> None:
-    verify = server.llm.engine.verify
-    calls = 0
+def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, fails = server.llm.engine.verify, iter([False, False, True] * 2)
 
     def failing(requests: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 2:
+        if next(fails, False):
             raise EngineError("scripted failure")
         return verify(requests)
 
-    server.llm.engine.verify = failing  # type: ignore[method-assign]
-    try:
-        response = server.chat(max_tokens=100, ignore_eos=True)
-        assert response.status_code == 500
-        assert response.json()["error"]["message"] == "scripted failure"
-        assert response.json()["error"]["type"] == "server_error"
-        calls = 0
-        stream = server.chat(max_tokens=100, ignore_eos=True, stream=True).text
-        assert "[DONE]" not in stream and events_of(stream)[-1]["error"]["code"] == "engine_error"
-    finally:
-        server.llm.engine.verify = verify  # type: ignore[method-assign]
+    monkeypatch.setattr(server.llm.engine, "verify", failing)
+    response = server.chat(max_tokens=100, ignore_eos=True)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "scripted failure"
+    assert response.json()["error"]["type"] == "server_error"
+    stream = server.chat(max_tokens=100, ignore_eos=True, stream=True).text
+    assert "[DONE]" not in stream and events_of(stream)[-1]["error"]["code"] == "engine_error"
     assert server.chat(max_tokens=2).status_code == 200
     assert server.figures()['vllm:request_success_total{finished_reason="error"}'] == 2
 

@@ -85,13 +85,12 @@ def neighbours(url: str, report: Report) -> Iterator[None]:
         report.streamed.add("".join(event["choices"][0]["text"] for event in events_of(text)))
 
     def look(client: httpx.Client) -> None:
-        time.sleep(0.05)
         assert client.get("/health").status_code == 200
         report.healthy += 1
 
     def again(work: Callable[[httpx.Client], None]) -> None:
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-            while not done.is_set():
+            while not done.wait(0.1):
                 work(client)
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -110,8 +109,15 @@ def attack(url: str, send: Send, seeds: range, report: Report) -> None:
         httpx.Client(base_url=url, timeout=WAIT_S) as client,
         concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool,
     ):
-        for future in [pool.submit(send, client, seed, report) for seed in seeds]:
-            future.result()
+        list(pool.map(lambda seed: send(client, seed, report), seeds))
+
+
+@pytest.fixture(scope="module")
+def server(small_engine: Path) -> Iterator[ProcessServer]:
+    with ProcessServer(small_engine) as server:
+        yield server
+        server.terminate()
+        assert server.wait() == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -125,17 +131,15 @@ def attack(url: str, send: Send, seeds: range, report: Report) -> None:
     ],
 )
 def test_fuzzed_requests_leave_the_server_and_its_neighbours_alone(
-    small_engine: Path, send: Send, count: int, warm: int, fewest: dict[int | str, int], growth: int | None
+    server: ProcessServer, send: Send, count: int, warm: int, fewest: dict[int | str, int], growth: int | None
 ) -> None:
     report = Report()
-    with ProcessServer(small_engine) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
+    with httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
         attack(server.url, send, range(count, count + warm), report)
         before = metrics(client)["process_resident_memory_bytes"]
         attack(server.url, send, range(count), report)
         wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 0)
         grown = metrics(client)["process_resident_memory_bytes"] - before
-        server.terminate()
-        assert server.wait() == (0, "")
     assert report.odd == []
     assert all(report.statuses[status] > least for status, least in fewest.items()), report.statuses
     assert len(report.whole) == len(report.streamed) == 1 and report.healthy, "neighbours get one answer"

@@ -166,15 +166,6 @@ def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> N
     assert b"".join(map(bytes, raw)).decode() == " hello there<tool>!é there"  # type: ignore[arg-type]
 
 
-def test_a_completions_stream_never_cuts_a_character(client: openai.OpenAI, llm: LLM) -> None:
-    # A model can be made to say anything: bias alone decides, byte by byte.
-    for token in llm.codec.encode("🙂你"):
-        bias = {str(token): 100}
-        parts = client.completions.create(model="tiny", prompt="x", max_tokens=4, logit_bias=bias, stream=True)
-        text = "".join(part.choices[0].text for part in parts)
-        assert text == reference(llm, "x", max_tokens=4, logit_bias={token: 100.0}).outputs[0].text
-
-
 def test_the_prefix_cache_shows_in_the_usage(client: openai.OpenAI) -> None:
     question = "What is 12 + 30? Think about it in steps, please, and give the answer."
     for cached in (False, True):
@@ -322,12 +313,6 @@ def test_answers_are_what_aiperf_reported(server: ThreadServer, recorded: dict[s
     wanted = {"stream": True, "stream_options": {"include_usage": True}, "tree_budget": AIPERF["tree_budget"]}
     parts = events_of(server.chat(recorded["prompt"], model="tiny", **wanted).text)
     (stats,) = [s for p in parts if (s := (p.get("metrics") or {}).get("speculative_decoding"))]
-    # As AIPerf's adapter for vLLM checks them before it believes them.
-    assert all(type(count) is int for count in stats["acceptance_histogram"])
-    assert len(stats["acceptance_histogram"]) == stats["num_spec_tokens"] + 1
-    assert sum(stats["acceptance_histogram"]) == stats["num_spec_steps"]
-    accepted = sum(j * count for j, count in enumerate(stats["acceptance_histogram"]))
-    assert accepted == stats["num_accepted_draft_tokens"] <= stats["num_draft_tokens"]
     assert recorded == {
         "prompt": recorded["prompt"],
         "usage_prompt_tokens": parts[-1]["usage"]["prompt_tokens"],

@@ -140,24 +140,18 @@ def test_the_client_s_own_stream_puts_the_message_together(qwen: Chat) -> None:
     assert called(one) == [("get_weather", ARGUMENTS)]
 
 
-def prompts_of(chat: Chat, patch: pytest.MonkeyPatch) -> list[str]:
-    """The texts of chats from now on."""
+def test_a_conversation_with_results(qwen: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer goes back as the client's library has it, and the template is given calls and results."""
+    answer = qwen.create("<think>\nHm.\n</think>\n\n" + HERMES, tools=[WEATHER]).message
+    result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "name": "get_weather", "content": "sunny"}
     seen: list[str] = []
-    render = chat.server.llm.codec.render
+    render = qwen.server.llm.codec.render
 
     def noting(*given: Any) -> str:
         seen.append(render(*given))
         return seen[-1]
 
-    patch.setattr(chat.server.llm.codec, "render", noting)
-    return seen
-
-
-def test_a_conversation_with_results(qwen: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer goes back as the client's library has it, and the template is given calls and results."""
-    answer = qwen.create("<think>\nHm.\n</think>\n\n" + HERMES, tools=[WEATHER]).message
-    result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "name": "get_weather", "content": "sunny"}
-    seen = prompts_of(qwen, monkeypatch)
+    monkeypatch.setattr(qwen.server.llm.codec, "render", noting)
     choice = qwen.create("It is sunny.", [*ASK, answer, result], tools=[WEATHER])
     assert choice.message.content == "It is sunny." and choice.message.tool_calls is None
     assert choice.finish_reason == "stop" and "tool_calls" not in choice.message.model_fields_set

@@ -84,17 +84,6 @@ class TwoRanks:
         Group.leave(self._group)
 
 
-def hang(config: RankConfig, rank_0: Connection) -> None:
-    """In place of `run_worker`: a process that reports nothing."""
-    rank_0.recv()
-
-
-def hang_when_started(config: RankConfig, rank_0: Connection) -> None:
-    """In place of `run_worker`: a process that starts and does not meet the others."""
-    rank_0.send(HERE)
-    rank_0.recv()
-
-
 def _serve(store: str, rank_0: Connection) -> None:
     torch.set_num_threads(1)
     rank_0.send(HERE)

@@ -23,8 +23,7 @@ class _Context:
 
 
 class AutoregressiveDrafter(Drafter):
-    """A small language model that drafts token by token, each drawn by the request. Cached rows of a draft stay in
-    the cache if the target accepted their tokens."""
+    """A small language model; cached rows of a draft stay where the target accepted their tokens."""
 
     def __init__(self, model: LanguageModel, chunk: int) -> None:
         """`chunk`: most tokens of one pass."""
@@ -50,8 +49,7 @@ class AutoregressiveDrafter(Drafter):
         self._roll_back(slot)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """A pass for every token, over all slots that still draft. The first takes in the context they have not seen,
-        behind passes of long ones."""
+        """A pass for every token, over all slots that still draft. The first takes in what they have not seen."""
         chains = []
         for request in requests:
             slot, context = request.slot, self._contexts[request.slot]
@@ -78,13 +76,8 @@ class AutoregressiveDrafter(Drafter):
 
     def _extend(self, chains: Sequence[_Chain]) -> Sequence[NDArray[np.float32]]:
         """Append the tokens of chains to their caches: of each the last one's logits [V]."""
-        arrays = [np.array(chain.tokens, np.int64) for chain in chains]
-        logits = self._model.extend(
-            [
-                VerifyRequest(chain.request.slot, token_chain(ids), rows="last")
-                for chain, ids in zip(chains, arrays, strict=True)
-            ]
-        )
+        asked = [(chain.request.slot, token_chain(np.array(chain.tokens, np.int64))) for chain in chains]
+        logits = self._model.extend([VerifyRequest(*each, rows="last") for each in asked])
         for chain in chains:
             self._contexts[chain.request.slot].cached += chain.tokens
         return logits

@@ -3,8 +3,7 @@
 z-lab's DFlash, DFlash2 and JetSpec have most of their own in `dflash_config`. DeepSpec writes all fields beside those
 of the decoder and brings an embedding and a head; SpecForge's DSpark has a `dflash_config` and uses the target's: in
 both, position 0 of the block predicts too, and a Markov head may follow. The library `speculators` has the decoder in
-an object of its own; its layer ids count the embedding's output as 0, so that each is one more than the layer whose
-output it means, and the number of the target's layers is not stated.
+an object of its own; its layer ids are one more than the layer whose output they mean.
 """
 
 from collections.abc import Collection, Sequence
@@ -57,16 +56,10 @@ _VOCABULARIES = words("draft_vocab_size target_vocab_size")  # the first is smal
 _UNTIED = {"tie_word_embeddings": (False,)}
 
 
-def _known(*tables: Known) -> Known:
-    """These fields and those that all block drafters may have."""
-    return known(_COMMON, *tables)
-
-
 def _drafter(
     fields: Fields, dims: TransformerDims, *, windows: Sequence[int], causal: Sequence[bool], **entries: Any
 ) -> DFlashDims:
-    """The record of these entries. Windows and causality that no layer has are left out of it. Raises the fields'
-    error for entries that contradict each other."""
+    """The record of these entries. Raises the fields' error for entries that contradict each other."""
     vocabulary = entries.pop("draft_vocab_size", None)
     drafter = DFlashDims(
         **vars(dims),
@@ -107,8 +100,7 @@ def _windows(fields: Fields, section: Fields, sliding: Sequence[bool]) -> list[i
     if not found:
         raise fields.fault("sliding_window", "is missing, but layers have 'sliding_attention'")
     if len(found) > 1:
-        problem = f"is {sizes[1]}, but swa_window_size is {sizes[0]}: which is it?"
-        raise fields.fault("sliding_window", problem)
+        raise fields.fault("sliding_window", f"is {sizes[1]}, but swa_window_size is {sizes[0]}: which is it?")
     return [found[0] if slides else 0 for slides in sliding]
 
 
@@ -146,10 +138,9 @@ def _flat_dims(
         refuse_unknown(place, {**dict.fromkeys(place.data), "target_vocab_size": (dims.vocab_size,)})
     target_layers = required("num_target_layers", Annotated[int, LAYERS], fields, section)
     taps = stated("target_layer_ids", list[TapLayer], section, fields)
-    if taps is None and spread:
-        taps = default_tap_layers(target_layers, dims.num_layers)
-    elif taps is None:
-        taps = section.value("target_layer_ids", list[TapLayer])
+    if taps is None:
+        default = default_tap_layers(target_layers, dims.num_layers)
+        taps = default if spread else section.value("target_layer_ids", list[TapLayer])
     anchor = stated("sample_from_anchor", bool, fields, section)
     scales = {
         "embedding_scale": ("input_embedding_scale", dflash.SCALE),
@@ -189,16 +180,15 @@ def _zlab(title: str, read_dims: Any, architecture: str, *more: Known, mark: str
     neutral = {"projector_type": ("dflash",), "markov_rank": (0,)}
 
     def settle(dims: DFlashDims, stored: Collection[str]) -> DFlashDims:
-        """A head over fewer tokens is the drafter's own where its checkpoint holds one, and else rows of the
-        target's."""
+        """Of a head over fewer tokens: whether the checkpoint holds one, or it is rows of the target's."""
         return replace(dims, own_head=True) if dims.draft_vocab_size is not None and OWN_HEAD in stored else dims
 
     return Dialect(
         title=title,
         architectures=(architecture,),
         mark=mark,
-        fields=_known(_FLAT, _SCALES, _VOCABULARIES, {SECTION: None}),
-        sections={SECTION: _known(_IN_SECTION, _SCALES, _VOCABULARIES, *more, neutral)},
+        fields=known(_COMMON, _FLAT, _SCALES, _VOCABULARIES, {SECTION: None}),
+        sections={SECTION: known(_COMMON, _IN_SECTION, _SCALES, _VOCABULARIES, *more, neutral)},
         read_dims=read_dims,
         settle=settle,
         unused=(OWN_EMBEDDING, OWN_HEAD),  # copies of the target's
@@ -210,8 +200,8 @@ def _dspark(title: str, architecture: str, *, own_tables: bool) -> Dialect:
     return Dialect(
         title=title,
         architectures=(architecture,),
-        fields=_known(_FLAT, _MARKOV, _CONFIDENCE, {SECTION: None}, neutral),
-        sections={SECTION: _known(_IN_SECTION, _MARKOV, _CONFIDENCE, neutral)},
+        fields=known(_COMMON, _FLAT, _MARKOV, _CONFIDENCE, {SECTION: None}, neutral),
+        sections={SECTION: known(_COMMON, _IN_SECTION, _MARKOV, _CONFIDENCE, neutral)},
         read_dims=partial(_flat_dims, anchor_first=True, own_tables=own_tables),
         settle=DFlashDims.as_stored,
         unused=(_CONFIDENCE_HEAD,),
@@ -268,7 +258,7 @@ def _speculators(kind: str, title: str, *more: Known) -> Dialect:
     return Dialect(
         title=f"{title} drafters of speculators",
         speculators=kind,
-        fields=_known(_SPECULATORS, _WINDOW_FIELDS, *more, _UNTIED),
+        fields=known(_COMMON, _SPECULATORS, _WINDOW_FIELDS, *more, _UNTIED),
         # Stated for whoever serves it: its target, and how many tokens to propose.
         sections={
             _CONFIG: words("algorithm default_proposal_method proposal_methods verifier"),

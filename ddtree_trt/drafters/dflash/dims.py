@@ -13,9 +13,7 @@ from ddtree_trt.drafters.dflash.heads import (
     ConvolutionParts,
     PairHead,
     Selector,
-    convolution_parts,
-    markov_head,
-    selector_head,
+    pair_head,
 )
 from ddtree_trt.drafters.kind import differs
 from ddtree_trt.drafters.tapped import BODY, OWN_HEAD, TapLayer, TappedDims, TappedKind
@@ -80,12 +78,7 @@ class DFlashDims(TappedDims):
 
     @property
     def pair_head(self) -> PairHead | None:
-        """The head that scores a candidate by the one before it; None where a position's candidates depend on none."""
-        if self.selector is not None:
-            return selector_head(self, self.selector, self.head_size)
-        if self.markov_rank:
-            return markov_head(self, self.markov_rank, self.head_size, gated=self.markov_gated)
-        return None
+        return pair_head(self)
 
     def features(self) -> list[str]:
         """Names of the fields in use that the first published checkpoints do not have."""
@@ -100,10 +93,16 @@ def context_norm(dims: DFlashDims) -> Part:
 
 def layer_convolutions(dims: DFlashDims, index: int) -> dict[str, ConvolutionParts]:
     """The convolutions of a layer by their places; none where the drafter has none."""
-    if dims.convolution is None:
-        return {}
-    prefix = f"{BODY}layers.{index}."
-    return {place: convolution_parts(dims, dims.convolution, place, prefix) for place in (ATTENTION, MLP)}
+    found: dict[str, ConvolutionParts] = {}
+    if (convolution := dims.convolution) is not None:
+        for place in (ATTENTION, MLP):
+            name, taps, hidden = f"{place}_conv", convolution.taps, dims.hidden_size
+            source, kernels = f"{BODY}layers.{index}.{name}", (2 * taps * convolution.groups, hidden)
+            found[place] = ConvolutionParts(
+                Part(f"{name}.base", {f"{source}.base_kernel": (2, taps, hidden)}),
+                Part(f"{name}.kernels", {f"{source}.kernel_projection.weight": kernels}),
+            )
+    return found
 
 
 class DFlash(TappedKind):
@@ -177,12 +176,9 @@ class DFlash(TappedKind):
 
 
 def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The target layers a published DFlash drafter taps when its config.json names none.
-
-    One per drafter layer, evenly spread from the second layer to the third from last; halves round to even.
-    """
+    """The target layers a published DFlash drafter taps when its config.json names none: one per drafter layer, evenly
+    spread from the second layer to the third from last; halves round to even."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
-    first, last = 1, num_target_layers - 3
-    step = (last - first) / (num_draft_layers - 1)
-    return tuple(round(first + i * step) for i in range(num_draft_layers))
+    step = (num_target_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_draft_layers))

@@ -1,8 +1,5 @@
-"""The DFlash drafter as an ONNX graph, with its heads and convolutions; `heads.py` has the formulas of these.
-
-Its steps follow each other in `build`: context rows from tapped states, the layers over one block, and the candidates
-of the rows that predict. Weights of heads and convolutions are never rounded to 8 bits.
-"""
+"""The DFlash drafter as an ONNX graph, with its heads and convolutions, whose weights are never rounded to 8 bits;
+`heads.py` has the formulas of these."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,9 +20,9 @@ def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> 
     """C new context rows and one block [bonus, MASK, …] → top-K log-probabilities and the target's ids of L positions.
 
     Context rows are the tapped target states of committed tokens, projected by `fc` and normed; every layer appends
-    their keys and values, then the block's, and the block attends to those that the layer's mask allows. The next call
-    starts at the end of the context and overwrites the block's rows. The context rows pass through the fused projection
-    with the block, which costs their queries and saves a second matrix product per layer; those outputs are dropped.
+    their keys and values, then the block's, which the next call overwrites, and the block attends to those that the
+    layer's mask allows. Context rows pass through the fused projection with the block, which costs their queries and
+    saves a second matrix product per layer.
     """
     dims: DFlashDims = drafter.kind.dims
     block, eps = dims.block_size, dims.rms_norm_eps
@@ -116,8 +113,7 @@ class _Network(TappedNetwork):
     # Convolutions
 
     def around(self, index: int, place: str, x: str, sublayer: Callable[[str], str]) -> str:
-        """The sublayer of layer `index` with the convolution of `place` on its input x [N, block, H] and on its output;
-        the sublayer alone where the drafter has none."""
+        """The sublayer with the convolution of `place`, if there is one, on its input x [N, block, H] and output."""
         convolution = self.dims.convolution
         if convolution is None:
             return sublayer(x)

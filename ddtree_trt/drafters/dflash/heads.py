@@ -23,23 +23,15 @@ Sources: the Markov heads of DeepSpec and SpecForge; DFlash2 in z-lab's DFlash a
 """
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from ddtree_trt.models.decoder import Part, TransformerDims
+from ddtree_trt.models.decoder import Part
 from ddtree_trt.reading import Between
 
 RANK = Between(1, 1 << 16)
 TAPS = Between(1, 64)
 # C of a Markov head, as far as the vocabulary goes. The rest of the vocabulary counts as impossible.
 MARKOV_CANDIDATES = 64
-
-MARKOV_LEFT = "markov_head.markov_w1.weight"
-MARKOV_RIGHT = "markov_head.markov_w2.weight"
-MARKOV_GATE = "markov_head.gate_proj.weight"
-MARKOV_GATE_BIAS = "markov_head.gate_proj.bias"
-SELECTOR_LEFT = "candidate_selector.predecessor_codebook"
-SELECTOR_RIGHT = "candidate_selector.successor_codebook"
-SELECTOR_PROJECTION = "candidate_selector.hidden_projection.weight"
 
 
 @dataclass(frozen=True)
@@ -84,30 +76,27 @@ class ConvolutionParts(NamedTuple):
     kernels: Part  # K [2 · taps · groups, H]
 
 
-def markov_head(dims: TransformerDims, rank: int, head_size: int, *, gated: bool) -> PairHead:
-    """The Markov head over a draft vocabulary of `head_size` tokens, V'."""
+def pair_head(dims: Any) -> PairHead | None:
+    """The head for pairs of a `DFlashDims`; None where a position's candidates depend on none before."""
+
+    def part(name: str, source: str, *shape: int) -> Part:
+        return Part(f"pairs.{name}", {source: shape})
+
+    if (selector := dims.selector) is not None:
+        rank = selector.rank
+        return PairHead(
+            candidates=selector.top,
+            left=part("left", "candidate_selector.predecessor_codebook", dims.vocab_size, rank),
+            right=part("right", "candidate_selector.successor_codebook", dims.head_size, rank),
+            projection=part("projection", "candidate_selector.hidden_projection.weight", rank, dims.hidden_size),
+        )
+    if not (rank := dims.markov_rank):
+        return None
+    gate = part("gate", "markov_head.gate_proj.weight", rank, dims.hidden_size + rank)
     return PairHead(
-        candidates=min(MARKOV_CANDIDATES, head_size),
-        left=Part("pairs.left", {MARKOV_LEFT: (dims.vocab_size, rank)}),
-        right=Part("pairs.right", {MARKOV_RIGHT: (head_size, rank)}),
-        gate=Part("pairs.gate", {MARKOV_GATE: (rank, dims.hidden_size + rank)}) if gated else None,
-        gate_bias=Part("pairs.gate_bias", {MARKOV_GATE_BIAS: (rank,)}) if gated else None,
+        candidates=min(MARKOV_CANDIDATES, dims.head_size),
+        left=part("left", "markov_head.markov_w1.weight", dims.vocab_size, rank),
+        right=part("right", "markov_head.markov_w2.weight", dims.head_size, rank),
+        gate=gate if dims.markov_gated else None,
+        gate_bias=part("gate_bias", "markov_head.gate_proj.bias", rank) if dims.markov_gated else None,
     )
-
-
-def selector_head(dims: TransformerDims, selector: Selector, head_size: int) -> PairHead:
-    """The candidate selector over a draft vocabulary of `head_size` tokens, V'."""
-    return PairHead(
-        candidates=selector.top,
-        left=Part("pairs.left", {SELECTOR_LEFT: (dims.vocab_size, selector.rank)}),
-        right=Part("pairs.right", {SELECTOR_RIGHT: (head_size, selector.rank)}),
-        projection=Part("pairs.projection", {SELECTOR_PROJECTION: (selector.rank, dims.hidden_size)}),
-    )
-
-
-def convolution_parts(dims: TransformerDims, convolution: Convolution, place: str, prefix: str) -> ConvolutionParts:
-    """The tensors of the convolution at `place`, ATTENTION or MLP, of the layer whose tensors begin with `prefix`."""
-    name, taps, hidden = f"{place}_conv", convolution.taps, dims.hidden_size
-    base = {f"{prefix}{name}.base_kernel": (2, taps, hidden)}
-    kernels = {f"{prefix}{name}.kernel_projection.weight": (2 * taps * convolution.groups, hidden)}
-    return ConvolutionParts(Part(f"{name}.base", base), Part(f"{name}.kernels", kernels))

@@ -17,37 +17,6 @@ from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork, SlotRows
 
 
-class _States:
-    """Tapped target states the drafter's cache does not hold yet."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.first = 0  # of the rows, cached or not, from which on none was left out
-        self._pieces: list[NDArray[np.float32]] = []  # [rows, M·H]
-
-    def add(self, states: NDArray[np.float32]) -> None:
-        self._pieces.append(states)
-        self.rows += len(states)
-
-    def cut(self, rows: int) -> None:
-        if rows < self.rows:
-            self._pieces = [np.concatenate(self._pieces)[:rows]] if rows else []
-            self.rows = rows
-
-    def leave_out(self, rows: int) -> None:
-        """Forget so many of the oldest, not all."""
-        self.rows -= rows
-        while rows >= len(self._pieces[0]):
-            rows -= len(self._pieces.pop(0))
-        self._pieces[0] = self._pieces[0][rows:]
-
-    def take(self) -> NDArray[np.float32]:
-        states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
-        self._pieces = []
-        self.rows = 0
-        return states
-
-
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token, or
     where all layers have windows of those that they reach: the cache's rows before them are never written."""
@@ -57,49 +26,50 @@ class BlockDrafter(Drafter):
         self._network = network
         self._dims = dims
         self._chunk = chunk
-        self._pending = [_States() for _ in range(network.cache.slots)]
+        self._none = np.empty((0, dims.taps_width), np.float32)
+        self._pending = [self._none] * network.cache.slots  # [rows, M·H]: states that the cache does not hold yet
+        self._first = [0] * network.cache.slots  # of the rows, cached or not, from which on none was left out
         self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
     def context_length(self, slot: int) -> int:
-        return self._network.cache.lengths[slot] + self._pending[slot].rows
+        return self._network.cache.lengths[slot] + len(self._pending[slot])
 
     def unseen(self, slot: int) -> int:
-        return self._pending[slot].rows
+        return len(self._pending[slot])
 
     def draftable(self, slot: int, length: int) -> int:
         known = super().draftable(slot, length)
         reached = max(0, known - self._reach)
-        return reached if reached < self._pending[slot].first else known
+        return reached if reached < self._first[slot] else known
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
+        """Passes of a long prompt run here, so that few states wait; the next pass overwrites their blocks."""
         assert states is not None, "a target built for a block drafter taps its states"
-        pending = self._pending[slot]
-        pending.add(states)
-        if self._reach and (unreached := pending.rows - self._reach) > 0:
-            pending.leave_out(unreached)
+        pending = np.concatenate((self._pending[slot], states))
+        if self._reach and (unreached := len(pending) - self._reach) > 0:
+            pending = pending[unreached:]
             self._network.cache.append(slot, unreached)
-            pending.first = self._network.cache.lengths[slot]
+            self._first[slot] = self._network.cache.lengths[slot]
+        while len(pending) > self._chunk:
+            self._pass([DraftRequest(slot, 0, 1, 1)], [pending[: self._chunk]])
+            pending = pending[self._chunk :]
+        self._pending[slot] = pending
 
     def truncate(self, slot: int, length: int) -> None:
         cache = self._network.cache
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        pending = self._pending[slot]
-        pending.cut(length - context)
-        pending.first = min(pending.first, length)
+        self._pending[slot] = self._pending[slot][: length - context]
+        self._first[slot] = min(self._first[slot], length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all slots, behind passes of long contexts that only extend their caches."""
-        pieces = []
+        """One pass for all slots."""
         for request in requests:
-            if not self._pending[request.slot].rows:
+            if not len(self._pending[request.slot]):
                 raise EngineError(f"slot {request.slot} has no new target states to draft from")
-            states = self._pending[request.slot].take()
-            last = (len(states) - 1) // self._chunk * self._chunk
-            for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
-                self._pass([request], [states[start : start + self._chunk]])
-            pieces.append(states[last:])
-        outputs = self._pass(requests, pieces)
+        outputs = self._pass(requests, [self._pending[request.slot] for request in requests])
+        for request in requests:
+            self._pending[request.slot] = self._none
         return [self._drafted(request, n, outputs) for n, request in enumerate(requests)]
 
     def _pass(self, requests: Sequence[DraftRequest], states: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:

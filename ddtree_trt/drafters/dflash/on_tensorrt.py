@@ -19,7 +19,6 @@ from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.passes import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.model import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
@@ -36,9 +35,8 @@ class BlockDrafter(Drafter):
     """One pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed token.
 
     The drafter's cache holds `cache.lengths` context rows of a slot. At most one block of further states waits in the
-    slot's ring: more, such as a prompt's, are processed at once. All slots of a pass have equally many
-    context rows (C is exact, a padded row would become context), so a slot with fewer new ones repeats rows that its
-    cache holds, which writes the same values.
+    slot's ring: more, such as a prompt's, are processed at once. All slots of a pass have equally many context rows,
+    so a slot with fewer new ones repeats rows that its cache holds, which writes the same values.
     """
 
     def __init__(
@@ -104,8 +102,7 @@ class BlockDrafter(Drafter):
         return [drafts[r.slot] for r in requests]
 
     def warm_up(self, slot: int, budget: int) -> None:
-        """Capture passes of all numbers of context rows that the slot has states for; K does not depend on the
-        budget."""
+        """Capture passes of all numbers of context rows that the slot has states for; K is always the same."""
         known = self._known[slot]
         for rows in self._steps:
             if rows <= known.end - known.first:
@@ -127,14 +124,11 @@ class BlockDrafter(Drafter):
     def _pass(
         self, slots: Sequence[int], rows: int, bonus_tokens: Sequence[int], *, capture: bool = False
     ) -> Sequence[int]:
-        """Process `rows` context rows of every slot, C, and run the block behind them; returns the pass's slots.
-
-        They are the last known ones, or the oldest waiting ones when more than `rows` wait. An idle slot of the pass
-        takes what is in the buffer for context behind its rows, where nothing counts.
-        """
+        """Process `rows` context rows of every slot, C, the last known ones, or the oldest waiting ones when more wait,
+        and run the block behind them; returns the pass's slots. An idle one takes what is in the buffer for context."""
         dims, block, size = self._dims, self._dims.block_size, self._state_bytes
         ends = {slot: min(self._known[slot].end, self.cache.lengths[slot] + rows) for slot in slots}
-        passed = neighbouring(slots) if self.network.neighbours else slots
+        passed = range(min(slots), max(slots) + 1) if self.network.neighbours else slots
         past = np.array([ends[s] - rows if s in ends else self.cache.lengths[s] for s in passed], np.int32)
         for n, (slot, start) in enumerate(zip(passed, past.tolist(), strict=True)):
             self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])
@@ -149,15 +143,11 @@ class BlockDrafter(Drafter):
             names.POSITIONS: (past[:, None] + np.arange(rows + block)).astype(np.int32),
             names.PAST_LEN: past,
         }
-        if not self.network.neighbours:
-            control[names.SLOT_IDS] = np.array(passed, np.int32)
-        addresses = self._upload.send(control)
-        addresses[names.TAPS] = self._context
         results = draft_results(self._kind, len(passed), self._candidates).offsets
-        addresses |= {name: self._results_at + offset for name, offset in results.items()}
-        shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
-        shapes[names.TAPS] = (len(passed), rows, dims.taps_width)
-        self.network.run(passed, shapes, addresses, key=(len(passed), rows) if capture else None)
+        others = {name: self._results_at + offset for name, offset in results.items()} | {names.TAPS: self._context}
+        varying = {names.TAPS: (len(passed), rows, dims.taps_width)}
+        key = (len(passed), rows) if capture else None
+        self.network.run(passed, self._upload, control, others, varying, key=key)
         for slot, end in ends.items():
             self.cache.append(slot, end - self.cache.lengths[slot])
         return passed
@@ -178,13 +168,10 @@ class BlockDrafter(Drafter):
         rows = [(r, passed.index(r.slot)) for r in group]
         if head is not None:
             factors = (read(name, np.float32, head.rank) for name in (names.LEFT, names.RIGHT))
-            arrays = (read(names.UNARY, np.float32), token_ids, *factors)
-            return {r.slot: Draft(Bilinear(*(array[n].copy() for array in arrays))) for r, n in rows}
-        log_probs = read(names.LOG_PROBS, np.float32)
-        tops = [(r, n, slice(r.top_k)) for r, n in rows]
-        return {
-            r.slot: Draft(Marginals(log_probs[n, :, top].copy(), token_ids[n, :, top].copy())) for r, n, top in tops
-        }
+            pairs = (read(names.UNARY, np.float32), token_ids, *factors)
+            return {r.slot: Draft(Bilinear(*(array[n].copy() for array in pairs))) for r, n in rows}
+        arrays = (read(names.LOG_PROBS, np.float32), token_ids)
+        return {r.slot: Draft(Marginals(*(array[n, :, : r.top_k].copy() for array in arrays))) for r, n in rows}
 
 
 make = BlockDrafter  # the drafter of an engine

@@ -1,11 +1,9 @@
-"""The DFlash drafter of the PyTorch engine: its passes, its network, and the network's heads and convolutions.
-
-`heads.py` has the formulas of these.
-"""
+"""The DFlash drafter of the PyTorch engine: passes, network, heads and convolutions; `heads.py` has their formulas."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +30,9 @@ from ddtree_trt.runtime.engines.torch.products import ready_head
 
 
 class BlockDrafter(BlockOnDevice):
-    """DFlash: one pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed
-    token.
-
-    States wait in a buffer of 1 + L rows per slot, the most that a round commits. The draft's graph processes the whole
-    buffer, and the block overwrites the rows of entries that held no state. More states than that, such as a
-    prompt's, are processed at once by `append_context`.
-    """
+    """One pass over [bonus, MASK × L] of every slot, conditioned on tapped target states. They wait in a buffer of
+    1 + L rows per slot, the most that a round commits; more are processed at once. The draft's graph processes the
+    whole buffer, and the block overwrites the rows of entries that held no state."""
 
     def __init__(self, dims: DFlashDims, parts: DrafterParts) -> None:
         self.dims = dims
@@ -105,13 +99,12 @@ class BlockDrafter(BlockOnDevice):
             self.cache.append(slot, self.counts[slot])
             self.counts[slot] = 0
         first, ids, *factors = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
-        floats = [part.view(np.float32) for part in (first, *factors)]
-        if self._head is not None:
-            unary, left, right = floats
-            ends = [(n, slice(r.length)) for n, r in enumerate(requests)]
-            return [Draft(Bilinear(unary[at], ids[at], left[at], right[at])) for at in ends]
+        floats, *pairs = (part.view(np.float32) for part in (first, *factors))
+        if pairs:
+            arrays: tuple[NDArray[Any], ...] = (floats, ids, *pairs)
+            return [Draft(Bilinear(*(array[n, : r.length] for array in arrays))) for n, r in enumerate(requests)]
         asked = [(n, slice(r.length), slice(r.top_k)) for n, r in enumerate(requests)]
-        return [Draft(Marginals(floats[0][at], ids[at])) for at in asked]
+        return [Draft(Marginals(floats[at], ids[at])) for at in asked]
 
     def _candidates(self, wanted: int) -> int:
         """The candidates per position of a draft that `wanted` are asked of: C, or K, of a captured graph its K."""
@@ -123,10 +116,8 @@ class BlockDrafter(BlockOnDevice):
 
     def _shapes(self, slots: int, top_k: int, reach: int) -> list[tuple[int, ...]]:
         """The shapes of what `run` returns."""
-        top_k = self._candidates(top_k)
-        each = (slots, reach, top_k)
-        factors = [] if self._head is None else 2 * [(*each, self._head.rank)]
-        return [each, each, *factors]
+        each = (slots, reach, self._candidates(top_k))
+        return [each, each, *([] if self._head is None else 2 * [(*each, self._head.rank)])]
 
     def warm_up(self, slot: int, budget: int) -> None:
         trees = sorted({min(nodes, budget) for nodes in (*REACHES, *CANDIDATES)})
@@ -168,10 +159,10 @@ class Network:
         self._kernels = parts.attention.kernels
         self._target_ids = target_ids(weights)
         self._masks = tuple(dims.mask(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
-        around = Convolutions(dims, weights, DRAFTER).around if dims.convolution else None
+        around = Convolutions(dims, weights).around if dims.convolution else None
         self._product = parts.products
         self._decoder = Decoder(dims, weights, DRAFTER, cache, parts.attention, around, products=parts.products)
-        self._pairs = None if dims.pair_head is None else PairScores(dims.pair_head, weights, DRAFTER)
+        self._pairs = None if dims.pair_head is None else PairScores(dims.pair_head, weights)
         self._fc = weights[f"{DRAFTER}fc"]
         self._context_norm = weights[f"{DRAFTER}context_norm"]
         first, *_ = dims.qkv_widths
@@ -216,15 +207,13 @@ class Network:
         first = d.block_size - d.draft_length
         hidden = hidden[:, first : first + reach]
         logits = self._product.logits(hidden.flatten(0, 1), self._head)
-        if self._pairs is None:
-            logits = self._capped(logits)
-        normalised = self._pairs is None
-        best, draft_ids = self._vocabulary.most_probable(logits, top_k, kernels=self._kernels, normalised=normalised)
-        shape = (batch, reach, top_k)
+        pairs, vocabulary, shape = self._pairs, self._vocabulary, (batch, reach, top_k)
+        logits = logits if pairs else self._capped(logits)
+        best, draft_ids = vocabulary.most_probable(logits, top_k, kernels=self._kernels, normalised=not pairs)
         draft_ids = draft_ids.view(shape)
         ids = (draft_ids if self._target_ids is None else self._target_ids[draft_ids]).to(torch.int32)
-        if self._pairs is not None:
-            return self._capped(best).view(shape), ids, *self._pairs(hidden, bonus_tokens, ids, draft_ids)
+        if pairs:
+            return self._capped(best).view(shape), ids, *pairs(hidden, bonus_tokens, ids, draft_ids)
         return best.view(shape), ids
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -236,17 +225,17 @@ class Network:
 
 
 class PairScores:
-    def __init__(self, head: PairHead, weights: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, head: PairHead, weights: Mapping[str, Tensor]) -> None:
         self.candidates = head.candidates
-        self._left, self._right, self._projection, self._gate, self._gate_bias = (
-            None if part is None else weights[f"{prefix}{part.name}"]
-            for part in (head.left, head.right, head.projection, head.gate, head.gate_bias)
+        self._left, self._right = (weights[f"{DRAFTER}{part.name}"] for part in (head.left, head.right))
+        self._projection, self._gate, self._gate_bias = (
+            None if part is None else weights[f"{DRAFTER}{part.name}"]
+            for part in (head.projection, head.gate, head.gate_bias)
         )
 
     def __call__(self, hidden: Tensor, bonus_tokens: Tensor, ids: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(left, right), float32 [N, L, C, r], of hidden states [N, L, H] of the rows that draft, bonus_tokens int [N]
         and each position's candidates int [N, L, C], as ids of the target and of the head."""
-        assert self._left is not None and self._right is not None
         bonus = bonus_tokens.to(ids.dtype)[:, None, None].expand(-1, 1, self.candidates)
         left = F.embedding(torch.cat((bonus, ids[:, :-1]), 1), self._left)
         if self._projection is not None:
@@ -260,22 +249,17 @@ class PairScores:
 class Convolutions:
     """The convolutions around the sublayers of a drafter, over the rows of a block."""
 
-    def __init__(self, dims: DFlashDims, weights: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, dims: DFlashDims, weights: Mapping[str, Tensor]) -> None:
         assert dims.convolution is not None
-        groups = dims.convolution.groups
-        self._layers: list[dict[str, tuple[Tensor, Tensor]]] = []
+        self._found: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # [2, taps, groups, H / groups], K
         for i in range(dims.num_layers):
-            found = {}
             for place, parts in layer_convolutions(dims, i).items():
-                base, kernels = (weights[f"{prefix}layers.{i}.{part.name}"] for part in parts)
-                base = base.unflatten(0, (2, -1)).unflatten(-1, (groups, -1))
-                found[place] = base, kernels  # [2, taps, groups, H / groups], K
-            self._layers.append(found)
+                base, kernels = (weights[f"{DRAFTER}layers.{i}.{part.name}"] for part in parts)
+                self._found[i, place] = base.unflatten(0, (2, -1)).unflatten(-1, (dims.convolution.groups, -1)), kernels
 
     def around(self, index: int, place: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sublayer at `place`, ATTENTION or MLP, of layer `index`, with its convolution on its input x
-        [N, block, H] and on its output."""
-        base, kernels = self._layers[index][place]
+        """The sublayer at `place` of layer `index`, with its convolution on its input x [N, block, H] and output."""
+        base, kernels = self._found[index, place]
         dynamic = F.linear(x, kernels).unflatten(-1, (*base.shape[:3], 1))
         before, after = (base + dynamic).unbind(2)  # [N, block, taps, groups, H / groups] each
         return _convolved(sublayer(_convolved(x, before)), after)

@@ -42,8 +42,7 @@ _NEUTRAL: Known = {
 
 
 def _drafter(fields: Fields, dims: TransformerDims, taps: Collection[int], **entries: Any) -> Eagle3Dims:
-    """The record of these entries and of the fields that all dialects have. Raises the fields' error for entries that
-    contradict each other."""
+    """The record of these entries and of the fields of all dialects. Raises the fields' error for contradictions."""
     vocabulary = fields.optional(_DRAFT_VOCABULARY, Annotated[int, VOCABULARY])
     width = fields.optional("target_hidden_size", Annotated[int, WIDTH])
     another_width = width not in (None, dims.hidden_size)

@@ -2,8 +2,7 @@
 
 One decoder layer drafts a token per step. A row is made of a token and of the state before it: the tapped target states
 of the token before, fused by `fc`, or the drafter's own output at the token before. Attention reads both, normed, side
-by side; the residual stream is the state's alone. The head is the target's, or its own, which may choose from a smaller
-vocabulary.
+by side; the residual stream is the state's alone.
 """
 
 from collections.abc import Iterator
@@ -48,9 +47,8 @@ class Eagle3Dims(TappedDims):
 
 
 def default_tap_layers(num_target_layers: int) -> tuple[int, ...]:
-    """The target layers whose outputs a published EAGLE-3 drafter reads when its config.json names none: an early, a
-    middle and a late one. EAGLE's own code counts them one higher, by the layer that reads them. Meaningful from 7
-    layers on."""
+    """The target layers whose outputs a published EAGLE-3 drafter reads when its config.json names none. EAGLE's code
+    counts them one higher, by the layer that reads them. Meaningful from 7 layers on."""
     return 1, num_target_layers // 2 - 1, num_target_layers - 4
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.drafters.kind import EXPANDED, most_expanded
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
@@ -26,10 +26,8 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 @dataclass(frozen=True)
 class NewRows(VerifyRequest):
-    """Rows of a slot behind its committed ones: a tree of m tokens, or several, whose first ones see no other row.
-
-    The committed rows include the bonus token's, so that the depth of its children is 0.
-    """
+    """Rows of a slot behind its committed ones, the bonus token's among them: one or several trees of m tokens, whose
+    first have the depth 0."""
 
     states: Any  # [m, M·H]: the tapped states of the tokens before; or of m nodes their parents' outputs [H]
     first: int  # of the rows whose results are wanted. The nodes before are in the cache already
@@ -114,14 +112,13 @@ class EagleDrafter(Drafter):
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A pass for every level but the last, over the trees of all slots; the first takes in the states they have not
-        seen, behind passes of many. Raises EngineError, before the first, where a request asks for more nodes to be
-        expanded than the drafter has rows for."""
+        seen. Raises EngineError, before it, where a request may expand more nodes than the drafter has rows for."""
         following = {}
         for request in requests:
             slot, context = request.slot, self._contexts[request.slot]
             if context.states is None:
                 raise EngineError(f"slot {slot} has no new target states to draft from")
-            if (wanted := most_expanded(self._width, request.length)) > self._most_nodes:
+            if (wanted := self._width * (request.length - 1)) > self._most_nodes:  # the last level's are not expanded
                 raise EngineError(
                     f"a draft of {request.length} levels with {self._width} nodes expanded in each may need {wanted} "
                     f"rows, and the drafter has {self._most_nodes}"
@@ -140,14 +137,14 @@ class EagleDrafter(Drafter):
         return [Draft(growth.candidates()) for growth in growths]
 
     def _absorb(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
-        """Make the rows of slots' waiting states with the tokens [m] behind theirs, the last of all in one pass: the
-        results of each slot's last row."""
+        """Make the rows of slots' waiting states with the tokens [m] behind theirs: the results of each last row."""
         last = {}
         for slot, tokens in following.items():
-            *alone, last[slot] = split(len(tokens), self._chunk, len(following))
+            *alone, rest = split(len(tokens), self._chunk, len(following))
             for part in alone:
                 self._absorb_pass({slot: tokens[part]}, 1)
-        return self._absorb_pass({slot: tokens[last[slot]] for slot, tokens in following.items()}, top_k)
+            last[slot] = tokens[rest]
+        return self._absorb_pass(last, top_k)
 
     def _absorb_pass(self, following: Mapping[int, list[int]], top_k: int) -> list[Level]:
         rows = []

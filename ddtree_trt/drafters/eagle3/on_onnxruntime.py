@@ -40,8 +40,7 @@ class OrtEagle(OrtNetwork):
         return self._pass(rows, [each.first for each in rows], none, features, top_k)
 
     def _pass(self, rows: Sequence[NewRows], done: Sequence[int], taps: Floats, features: Floats, top_k: int) -> Level:
-        """Write rows [T] behind so many of each slot's that are there, with tapped states [C, M·H], then features
-        [D, H]; the results of those wanted."""
+        """Write rows [T] but those done, with tapped states [C, M·H], then features [D, H]: results of those wanted."""
         take, k = self.buffers.take, min(top_k, self.dims.head_size)
         placed = [SlotRows(r.slot, len(r.tree) - start, done=start) for r, start in zip(rows, done, strict=True)]
         token_ids = np.concatenate([r.tree.token_ids[start:] for r, start in zip(rows, done, strict=True)])

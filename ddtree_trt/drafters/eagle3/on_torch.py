@@ -13,7 +13,6 @@ from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, NewRows
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.model import Decoder, DrafterParts, target_ids
 from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.products import PYTORCH, ready_head
@@ -54,20 +53,6 @@ class TorchEagle:
     def _pass(self, rows: Sequence[NewRows], states: Tensor, mode: MaskMode, top_k: int) -> Level:
         """A pass with the fused states [N, T, H], padded to the most rows."""
         place, token_ids, positions = self.cache.place(rows)
-        found = self._run(token_ids, states, positions, place, mode)
-        wanted = [(n, slice(each.first, len(each.tree))) for n, each in enumerate(rows)]
-        normed, outputs = (torch.cat([values[at] for at in wanted]) for values in found)
-        logits = self._product.logits(normed, self._head)
-        log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, self.dims.head_size), kernels=self._kernels)
-        if self._target_ids is not None:
-            ids = self._target_ids[ids]
-        kept = normed if self.dims.norm_output else outputs
-        return Level(list(kept), log_probs.cpu().numpy(), ids.to(torch.int32).cpu().numpy())
-
-    def _run(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, place: Place, mode: MaskMode
-    ) -> tuple[Tensor, Tensor]:
-        """Rows of tokens [N, T] with the fused states [N, T, H]: (normed outputs, outputs), [N, T, H] each."""
         dims, decoder = self.dims, self._decoder
         eps, (layer,) = dims.rms_norm_eps, decoder.layers
         x, state = decoder.math.add_norm(states, None, self._state_norm, eps)
@@ -76,7 +61,14 @@ class TorchEagle:
         attended = decoder.attend(0, torch.cat((token, state), -1), positions, place, mode)
         x, h = decoder.math.add_norm(state if dims.norm_before_residual else x, attended, layer.post_norm, eps)
         x, h = decoder.math.add_norm(x, decoder.mlp(layer, h), decoder.norm, eps)
-        return h, x
+        wanted = [(n, slice(each.first, len(each.tree))) for n, each in enumerate(rows)]
+        normed, outputs = (torch.cat([values[at] for at in wanted]) for values in (h, x))
+        logits = self._product.logits(normed, self._head)
+        log_probs, ids = self._vocabulary.most_probable(logits, min(top_k, dims.head_size), kernels=self._kernels)
+        if self._target_ids is not None:
+            ids = self._target_ids[ids]
+        kept = normed if dims.norm_output else outputs
+        return Level(list(kept), log_probs.cpu().numpy(), ids.to(torch.int32).cpu().numpy())
 
 
 def make(manifest: Manifest, parts: DrafterParts) -> Drafter:

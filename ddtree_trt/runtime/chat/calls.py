@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from ddtree_trt.runtime.chat.reader import Incomplete, Malformed
-
 TOOL_CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _FUNCTION, _PARAMETER, _END_OF_FUNCTION = "<function=", "<parameter=", "</function>"
@@ -25,7 +23,7 @@ _HEAD = re.compile(rf"(?:{TOOL_CALL}[ \t\r\n]*)?{_FUNCTION}([^<>\n]+)>[ \t\r\n]*
 _VALUE = re.compile(
     rf"{_PARAMETER}([^<>\n]+)>\n?(.*?)\n?(?:{END_OF_PARAMETER}[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL
 )
-_WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}  # Python's, which models write
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
@@ -43,6 +41,23 @@ def _refuse(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)  # without the numbers that Python adds to JSON
+
+
+class Malformed(Exception):
+    """The text is no call. `content`: how many characters of it belong to none; None: its opening."""
+
+    def __init__(self, content: int | None = None) -> None:
+        self.content = content
+
+
+class Incomplete(Exception):
+    """More text may make a call of this one."""
+
+
+# How families of models write calls. `marks`: what opens a call → what it has to have; empty: it is whole at the
+# answer's end. `bare`: whether an answer that is an object may be a call. `calls`: names and arguments of those with
+# which a text begins, whose opening is `mark`, and their end; nothing follows one that has `ended`. Raises Malformed,
+# Incomplete.
 
 
 class TaggedJson:
@@ -154,6 +169,9 @@ class XmlCalls:
         return [(function, f"{{{', '.join(written)}}}")], _behind_tag(text, at, ended) if mark == TOOL_CALL else at
 
 
+ToolFormat = TaggedJson | BareJson | XmlCalls
+
+
 def parameter_types(parameters: Any, name: str) -> set[str]:
     """The types that the schema of a tool's arguments gives one of them; empty where it does not say."""
     match [*alternatives(parameters, parameters, ())]:
@@ -217,16 +235,12 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def as_json(text: str, kinds: set[str]) -> str:
-    """JSON of a parameter's text: the text itself where it is JSON of one of the types, otherwise a string of it. Where
-    the types are not known, objects and lists are taken for what they look like."""
-    value: Any = text
-    written = ""
-    if kinds != {"string"}:
-        try:
-            value = _WORDS[text] if text in _WORDS else parse_json(text)
-            written = json.dumps(value) if text in _WORDS else text.strip()
-        except Malformed:
-            pass
+    """JSON of a parameter's text: itself where it is JSON of one of the types or looks like it, else a string."""
+    written = _WORDS.get(text, text.strip())
+    try:
+        value: Any = _DECODER.decode(written)
+    except (ValueError, RecursionError):
+        value = text
     kind = _OF_JSON[type(value)]
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         kind = "integer"
@@ -235,11 +249,3 @@ def as_json(text: str, kinds: set[str]) -> str:
     if kind == "string" or kind not in (kinds or ("object", "array")):
         return json.dumps(text, ensure_ascii=False)
     return written
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises Malformed, also for the numbers that Python adds to JSON and deep nesting."""
-    try:
-        return _DECODER.decode(text)
-    except (ValueError, RecursionError):
-        raise Malformed from None

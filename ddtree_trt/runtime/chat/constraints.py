@@ -17,10 +17,10 @@ from ddtree_trt.runtime.chat.calls import (
     listed_values,
     schema_types,
 )
-from ddtree_trt.runtime.chat.parsers import LLAMA3_JSON, QWEN3_CODER
+from ddtree_trt.runtime.chat.parsers import ToolParser
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
 from ddtree_trt.runtime.chat.tools import Tool, ToolUse
-from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, STRUCTURED, StructuredOutput
+from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput
 
 _ANY_OBJECT = {"type": "object"}
 # As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
@@ -29,17 +29,20 @@ _ONE_LINE: Mapping[str, Any] = {
         "whitespace_pattern": None, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
     }
 }  # fmt: skip
+_MAX_CHARACTERS = 1 << 20  # of a grammar: definitions are repeated with every parameter
 _BARE_BEGIN = '{"name":'
 
 
-def constraint(parser: str, use: ToolUse, thinking: Thinking, special: Collection[str] = ()) -> StructuredOutput | None:
+def constraint(
+    parser: ToolParser, use: ToolUse, thinking: Thinking, special: Collection[str] = ()
+) -> StructuredOutput | None:
     """What holds an answer to calls that the parser reads; None where the answer is free. `special`: the marks that are
     a token each, which is then meant where one stands in a call.
 
     An answer that need not call is free up to the opening of its first call, where one of the tools is strict. Raises
     UsageError for a tool whose calls cannot be held to its schema.
     """
-    opening, between = (_BARE_BEGIN, "; ") if parser == LLAMA3_JSON else (TOOL_CALL, "\n")
+    opening, between = (_BARE_BEGIN, "; ") if parser == "llama3_json" else (TOOL_CALL, "\n")
     after, first = (None if thinking == "never" else END_OF_THINKING), literal(opening, special)
     if use.choice == "auto":
         if not any(tool.strict for tool in use.tools):
@@ -48,28 +51,21 @@ def constraint(parser: str, use: ToolUse, thinking: Thinking, special: Collectio
     more = f"({literal(between + opening, special)} call)*" if use.parallel else ""
     rules = [f"start: {first} call {more}", "call: " + " | ".join(f"call{i}" for i in range(len(use.tools)))]
     for i, (tool, schema) in enumerate(_schemas(use)):
-        call = _xml_call if parser == QWEN3_CODER else _bare_call if parser == LLAMA3_JSON else _tagged_call
-        head, body, end = call(tool, {**_ONE_LINE, **schema})
+        head, body, end = _call(parser, tool, {**_ONE_LINE, **schema})
         rules.append(f"call{i}: {literal(head, special)} {body} {literal(end, special)}")
-    if parser == QWEN3_CODER:
+    if parser == "qwen3_coder":
         ends = "|".join(ENDS_OF_TEXT).replace("/", r"\/")
         rules += ["NAME: /[^<>\\n]+/", f"ANY: TEXT {_END}", rf"TEXT: /(?s:.*)/ & ~/(?s:.*({ends}).*)/"]
     return StructuredOutput(grammar="\n".join(rules), after=after)
 
 
-# Behind its opening a call is a text, an expression of its arguments, and a text.
-
-
-def _tagged_call(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
-    head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    return head, f"%json {json.dumps(schema)}", f"}}\n{END_OF_CALL}"
-
-
-def _bare_call(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
-    return f' {json.dumps(tool.name)}, "parameters": ', f"%json {json.dumps(schema)}", "}"
-
-
-def _xml_call(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
+def _call(parser: ToolParser, tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A call behind its opening: a text, an expression of its arguments, and a text."""
+    name, arguments = json.dumps(tool.name), f"%json {json.dumps(schema)}"
+    if parser == "hermes":
+        return f'\n{{"name": {name}, "arguments": ', arguments, f"}}\n{END_OF_CALL}"
+    if parser == "llama3_json":
+        return f' {name}, "parameters": ', arguments, "}"
     try:
         return f"\n<function={tool.name}>\n", _xml_parameters(schema), f"</function>\n{END_OF_CALL}"
     except _NotHeld as fault:
@@ -112,8 +108,7 @@ class _NotHeld(Exception):
 
 
 def _xml_parameters(schema: Mapping[str, Any]) -> str:
-    """The expression of a call's parameters. They come in the schema's order; where it lists none, they may have any
-    name. Raises _NotHeld."""
+    """The expression of a call's parameters, in the schema's order; of any names without one. Raises _NotHeld."""
     match [*alternatives(schema, schema, ())]:
         case [{**arguments}]:
             others = arguments.get("additionalProperties", True)
@@ -137,8 +132,8 @@ def _xml_parameters(schema: Mapping[str, Any]) -> str:
     for name, of_value in properties.items():
         part = f"{_quoted(f'<parameter={name}>{chr(10)}')} {_xml_parameter(name, of_value, schema)}"
         parts.append(part if name in required else f"({part})?")
-        if (size := size + len(part)) > MAX_CHARACTERS:  # definitions are repeated with every parameter
-            raise _NotHeld(f"its size, a grammar of more than {MAX_CHARACTERS} characters")
+        if (size := size + len(part)) > _MAX_CHARACTERS:
+            raise _NotHeld(f"its size, a grammar of more than {_MAX_CHARACTERS} characters")
     return " ".join(parts)
 
 

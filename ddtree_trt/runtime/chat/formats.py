@@ -6,18 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat import parsers
-from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, ToolFormat, XmlCalls
 from ddtree_trt.runtime.chat.constraints import constraint
-from ddtree_trt.runtime.chat.reader import (
-    END_OF_THINKING,
-    THINK,
-    ChatMessage,
-    MessageReader,
-    Thinking,
-    ToolFormat,
-    read_message,
-)
+from ddtree_trt.runtime.chat.parsers import ReasoningParser, ToolParser, tool_parser_of
+from ddtree_trt.runtime.chat.reader import END_OF_THINKING, THINK, ChatMessage, MessageReader, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.structured.record import StructuredOutput
@@ -31,28 +23,29 @@ class ChatFormat:
     """What an engine's chats are made of.
 
     Attributes:
-        tool_parser: one of `parsers.TOOL_PARSERS`; None where calls are not recognised.
-        reasoning_parser: one of `parsers.REASONING_PARSERS`; None where answers have no reasoning, or it stays in the
-            content.
+        tool_parser: `none` where calls are not recognised.
+        reasoning_parser: `none` where answers have no reasoning, or it stays in the content.
     """
 
-    def __init__(self, codec: TextCodec, tool_parser: str = parsers.AUTO, reasoning_parser: str = parsers.AUTO) -> None:
-        """`auto` recognises the parser by the chat template, `none` uses none. Raises UsageError for unknown names."""
-        parsers.check_parser("tool_parser", tool_parser, parsers.TOOL_PARSERS)
-        parsers.check_parser("reasoning_parser", reasoning_parser, parsers.REASONING_PARSERS)
+    def __init__(
+        self, codec: TextCodec, tool_parser: ToolParser = "auto", reasoning_parser: ReasoningParser = "auto"
+    ) -> None:
+        """`auto` recognises the parser by the chat template."""
         self._codec = codec
-        self.tool_parser = parsers.tool_parser(tool_parser, codec.template_text)
-        self.reasoning_parser = parsers.reasoning_parser(reasoning_parser, codec.template_text)
+        template = codec.template_text
+        self.tool_parser = tool_parser_of(template) if tool_parser == "auto" else tool_parser
+        reasons: ReasoningParser = "qwen3" if END_OF_THINKING in template else "none"
+        self.reasoning_parser = reasons if reasoning_parser == "auto" else reasoning_parser
 
     def check_tools(self, use: ToolUse) -> None:
         """Raises UsageError where tools are given that this engine cannot call."""
         if not use.tools:
             return
         self._codec.check_takes_tools()
-        if self.tool_parser is None:
+        if self.tool_parser == "none":
             raise UsageError(
                 "tools: the format in which this engine's model calls them is not recognised by its chat template; "
-                f"give a tool_parser, to a server as --tool-parser: one of {', '.join(parsers.TOOL_PARSERS)}"
+                "give a tool_parser, to a server as --tool-parser"
             )
 
     @cached_property
@@ -61,22 +54,21 @@ class ChatFormat:
         return tuple(sorted(self._codec.special_tokens(MARKS)))
 
     def thinking(self, prompt_ids: Sequence[int]) -> Thinking:
-        """How the answer to a prompt begins: the template may have opened a block of reasoning, or closed an empty
-        one, and otherwise the model opens it."""
-        if self.reasoning_parser is None:
+        """How the answer to a prompt begins: the template may have opened a block of reasoning, or closed one."""
+        if self.reasoning_parser == "none":
             return "never"
         end = self._codec.decode(prompt_ids[-_TAIL:], skip_special_tokens=False).rstrip()
         if end.endswith(END_OF_THINKING):
             return "never"
-        return "open" if end.endswith(THINK) or self.reasoning_parser == parsers.DEEPSEEK_R1 else "possible"
+        return "open" if end.endswith(THINK) or self.reasoning_parser == "deepseek_r1" else "possible"
 
     def tool_format(self, use: ToolUse) -> ToolFormat | None:
         """What reads the calls of an answer; None where there can be none."""
-        if not use.tools or self.tool_parser is None:
+        if not use.tools or self.tool_parser == "none":
             return None
-        if self.tool_parser == parsers.QWEN3_CODER:
+        if self.tool_parser == "qwen3_coder":
             return XmlCalls(use.schemas)
-        return TaggedJson() if self.tool_parser == parsers.HERMES else BareJson()
+        return TaggedJson() if self.tool_parser == "hermes" else BareJson()
 
     def constraint(
         self, use: ToolUse, thinking: Thinking, structured: StructuredOutput | None
@@ -87,7 +79,7 @@ class ChatFormat:
         Raises UsageError where the request asks for both.
         """
         of_tools = None
-        if use.tools and self.tool_parser is not None:
+        if use.tools and self.tool_parser != "none":
             of_tools = constraint(self.tool_parser, use, thinking, self._codec.added_tokens.intersection(MARKS))
         if structured is None:
             return of_tools
@@ -104,10 +96,7 @@ class ChatFormat:
         return MessageReader(thinking, tools, parallel=use.parallel) if tools or thinking != "never" else None
 
     def messages(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[ChatMessage]:
-        """The completions of a chat as messages: content, reasoning and calls of the `tools` that it was given.
-
-        Raises UsageError for tools that this engine cannot call.
-        """
+        """An output's completions as messages. Raises UsageError for `tools` that this engine cannot call."""
         use = read_use(tools, None, None)
         self.check_tools(use)
         thinking, format_ = self.thinking(output.prompt_token_ids), self.tool_format(use)

@@ -2,10 +2,11 @@
 
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
+
+from ddtree_trt.runtime.chat.calls import Incomplete, Malformed, ToolFormat
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
@@ -14,16 +15,10 @@ Thinking = Literal["never", "open", "possible"]
 
 
 @dataclass(frozen=True)
-class Reasoning:
-    """The next part of what the model thinks before it answers."""
+class Text:
+    """The next part of what the model thinks before it answers, or of what it says: of a field of its message."""
 
-    text: str
-
-
-@dataclass(frozen=True)
-class Content:
-    """The next part of what it says."""
-
+    field: Literal["reasoning_content", "content"]
     text: str
 
 
@@ -41,7 +36,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-Event = Reasoning | Content | ToolCall
+Event = Text | ToolCall
 
 
 @dataclass
@@ -60,10 +55,13 @@ class ChatMessage:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
-        events = list(events)
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls = [event for event in events if isinstance(event, ToolCall)]
+        texts, calls = {"content": "", "reasoning_content": ""}, list[ToolCall]()
+        for event in events:
+            if isinstance(event, Text):
+                texts[event.field] += event.text
+            else:
+                calls.append(event)
+        content, reasoning = texts.values()
         return cls(content or (None if reasoning or calls else ""), reasoning or None, calls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,28 +69,6 @@ class ChatMessage:
         calls = [call.to_dict() for call in self.tool_calls]
         parts = {"reasoning_content": self.reasoning_content, "tool_calls": calls}
         return {"role": "assistant", "content": self.content, **{name: part for name, part in parts.items() if part}}
-
-
-class Malformed(Exception):
-    """The text is no call. `content`: how many characters of it belong to none; None: its opening."""
-
-    def __init__(self, content: int | None = None) -> None:
-        self.content = content
-
-
-class Incomplete(Exception):
-    """More text may make a call of this one."""
-
-
-class ToolFormat(Protocol):
-    """How a family of models writes calls of tools."""
-
-    marks: Mapping[str, str]  # what opens a call → what it has to have; empty: it is whole at the answer's end
-    bare: bool  # whether an answer that is an object may be a call without an opening
-
-    def calls(self, text: str, mark: str, *, ended: bool) -> tuple[list[tuple[str, str]], int]:
-        """Names and arguments of the calls with which a text begins, the first one's opening being `mark`, and their
-        end. Nothing follows a text that has `ended`. Raises Malformed and Incomplete."""
 
 
 class MessageReader:
@@ -130,17 +106,17 @@ class MessageReader:
             self._begin(ended)
         if self._part == "reasoning":
             text, mark = self._until((END_OF_THINKING,), ended)
-            self._say(Reasoning, text, "\n")  # templates put line breaks at its ends and behind it
+            self._say("reasoning_content", text, "\n")  # templates put line breaks at its ends and behind it
             if mark:
                 self._take(len(mark))
                 self._part, self._blank, self._dropped = "answer", "", "\n"
         if self._part == "answer":
             if self._tools is None:
-                self._say(Content, self._take(len(self._unread)), "")
+                self._say("content", self._take(len(self._unread)), "")
             else:
                 self._answer(self._tools, ended)
             if ended and self._blank and not self.calls:
-                self._add(Content(self._blank))
+                self._add(Text("content", self._blank))
         return self._found
 
     def _begin(self, ended: bool) -> None:
@@ -157,7 +133,7 @@ class MessageReader:
             text, mark = "", ""
             if not (tools.bare and not self._said and self._unread.lstrip()[:1] in ("", "{")):
                 text, mark = self._until(tools.marks, ended)
-                self._say(Content, text, None)
+                self._say("content", text, None)
                 if not mark:
                     return
             end = tools.marks.get(mark)
@@ -169,7 +145,7 @@ class MessageReader:
                 self._looked = max(0, len(self._unread) - len(end or "") + 1)
                 return
             except Malformed as malformed:
-                self._say(Content, self._take(malformed.content or len(mark)), None)
+                self._say("content", self._take(malformed.content or len(mark)), None)
             else:
                 self._take(size)
                 for name, arguments in calls:
@@ -185,39 +161,32 @@ class MessageReader:
         return taken
 
     def _until(self, marks: Collection[str], ended: bool) -> tuple[str, str]:
-        """The text before the first of the marks as far as it is certain, which is taken, and the mark, with which the
-        unread text then begins; empty where there is none."""
-        if (found := _any_of(tuple(marks)).search(self._unread)) is not None:
+        """Take the text before the first mark, as far as it is certain; returns it, and the mark or an empty text."""
+        if (found := re.search("|".join(map(re.escape, marks)), self._unread)) is not None:
             return self._take(found.start()), found.group()
         sizes = range(min(len(self._unread), max(map(len, marks)) - 1), 0, -1)
         begun = next((n for n in sizes if any(m.startswith(self._unread[-n:]) for m in marks)), 0)
         return self._take(len(self._unread) - (0 if ended else begun)), ""
 
-    def _say(self, kind: type[Reasoning | Content], text: str, blank: str | None) -> None:
-        """Add a text but for the characters `blank` at its end, None being white space, which belong to it where more
-        follows."""
+    def _say(self, field: Literal["reasoning_content", "content"], text: str, blank: str | None) -> None:
+        """Add a text; of the characters `blank` at its end, None being white space, only those before more text."""
         text = (self._blank + text).lstrip(self._dropped)
         kept = text.rstrip(blank)
         self._blank = text[len(kept) :]
         if kept:
             self._dropped = ""
-            self._said |= kind is Content
-            self._add(kind(kept))
+            self._said |= field == "content"
+            self._add(Text(field, kept))
 
-    def _add(self, event: Reasoning | Content) -> None:
-        """Add an event to those found, as one with its neighbour of the same kind."""
+    def _add(self, event: Text) -> None:
+        """Add an event to those found, as one with its neighbour of the same field."""
         last = self._found[-1] if self._found else None
-        if isinstance(last, Reasoning | Content) and type(last) is type(event):
-            self._found[-1] = type(event)(last.text + event.text)
-        else:
-            self._found.append(event)
+        if isinstance(last, Text) and last.field == event.field:
+            self._found.pop()
+            event = Text(event.field, last.text + event.text)
+        self._found.append(event)
 
 
 def read_message(text: str, thinking: Thinking, tools: ToolFormat | None, *, parallel: bool = True) -> ChatMessage:
     reader = MessageReader(thinking, tools, parallel=parallel)
     return ChatMessage.of(reader.push(text) + reader.end())
-
-
-@cache
-def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, marks)))

@@ -69,24 +69,21 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
 
 
 def _tool(path: str, given: Any) -> Tool:
-    if not isinstance(given, Mapping) or given.get("type") != "function" or set(given) - {"type", "function"}:
-        found = shown(given.get("type")) if isinstance(given, Mapping) and "type" in given else shown(given)
-        raise UsageError(f"{path} must be {{'type': 'function', 'function': {{...}}}}; found {found}")
-    entries = given.get("function")
-    if not isinstance(entries, Mapping):
-        raise UsageError(f"{path}.function must be an object with a name and parameters, not {shown(entries)}")
+    match given:
+        case {"type": "function", "function": {}, **rest} if not rest:
+            entries: Any = given["function"]
+        case _:
+            raise UsageError(f"{path} must be {{'type': 'function', 'function': {{...}}}}, not {shown(given)}")
     # `strict` is for whoever runs the model, which was trained without it.
     shown_to_model = {key: value for key, value in entries.items() if key != "strict" and value is not None}
     description = {"type": "function", "function": shown_to_model}
-    given_name: Any = entries.get("name")
-    tool = Tool(given_name, entries.get("parameters"), entries.get("strict") or False, description)
+    tool = Tool(entries.get("name"), entries.get("parameters"), entries.get("strict") or False, description)
     check_fields(tool, f"{path}.function.")
     return tool
 
 
 def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
-    """What a request says of tools, None standing for what it does not say. Raises UsageError, whose text begins with
-    the name of what is wrong."""
+    """What a request says of tools. Raises UsageError, whose text begins with the name of what is wrong."""
     if tools is None:
         if choice not in (None, "none"):
             raise UsageError(f"tool_choice {shown(choice)} needs tools; give them, or leave tool_choice out")
@@ -95,13 +92,13 @@ def read_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
         return ToolUse()
     offered = read_tools(tools)
     parallel = parallel is not False
-    if choice in (None, "auto"):
-        return ToolUse(offered, "auto", parallel)
-    if choice == "none":  # without their descriptions the model does not begin a call
-        return ToolUse()
-    if choice == "required":
-        return ToolUse(offered, "required", parallel)
     match choice:
+        case None | "auto":
+            return ToolUse(offered, "auto", parallel)
+        case "none":  # without their descriptions the model does not begin a call
+            return ToolUse()
+        case "required":
+            return ToolUse(offered, "required", parallel)
         case {"type": "function", "function": {"name": str(name), **rest}} if not rest:
             pass
         case _:

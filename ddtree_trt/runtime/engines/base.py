@@ -7,7 +7,7 @@ is shared between slots.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,12 +77,6 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """R."""
 
-    @overload
-    def __getitem__(self, row: int, /) -> NDArray[np.float32]: ...
-
-    @overload
-    def __getitem__(self, place: tuple[int, int], /) -> float: ...
-
     def __getitem__(self, place: int | tuple[int, int], /) -> Any:
         """One row [V], or of one row the logit of a token; −1 is the last. Raises IndexError beyond the R rows."""
 
@@ -129,10 +123,13 @@ class FinishedRound(NamedTuple):
     rest_s: float  # of all else
 
 
+AHEAD = 2  # rounds under way: the host reads one while the device makes the next
+
+
 class DeviceRounds(Protocol):
     """Rounds without the host: drafts, trees and logits stay on the device. Some are launched before the host has read
-    those before them, and each slot takes part from the next launch on. Any other call for a slot, and `leave`, forgets
-    what was launched for it: a slot then holds the tokens of the rounds that were read."""
+    those before them. Any other call for a slot, and `leave`, forgets what was launched for it: a slot then holds the
+    tokens of the rounds that were read."""
 
     by_default: bool  # whether the mode `auto` uses them on this device
 
@@ -144,18 +141,13 @@ class DeviceRounds(Protocol):
         """Rounds of each slot that are under way, or −1 where it has no room for another until they are read."""
 
     def launch(self, requests: Sequence[RoundRequest]) -> None:
-        """Begin a round of these slots, each behind those it has under way. Raises EngineError for a slot without room
-        for it."""
+        """Begin a round of these slots, behind those they have under way. Raises EngineError for one without room."""
 
     def read(self) -> FinishedRound:
-        """The oldest round under way, of the slots that have not left it: each then holds all tokens before the last of
-        its result."""
+        """The oldest round under way: its slots then hold all tokens before the last of their results."""
 
     def leave(self, slot: int) -> None:
         """Forget what was launched for the slot and not read."""
-
-
-AHEAD = 2  # rounds under way: the host reads one while the device makes the next
 
 
 class Engine(Protocol):
@@ -176,15 +168,13 @@ class Engine(Protocol):
 
     @property
     def inexact(self) -> str | None:
-        """Why a row's results may have other bits in another pass, as with another tree or other slots; None where they
-        never have."""
+        """Why a row's results may have other bits in another pass; None where they never have."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""
 
     def draftable(self, slot: int, length: int) -> int:
-        """The most of the first `length` committed tokens that can be kept for a sequence that drafts: the drafter
-        knows them, or those of them that it will see behind `length` tokens."""
+        """The most of the first `length` committed tokens of which the drafter knows what it will see behind them."""
 
     def unseen(self, slot: int) -> int:
         """Committed tokens that the drafter has still to take in, at its next draft."""
@@ -194,13 +184,11 @@ class Engine(Protocol):
         to those only that it kept: where the last prompt ended, and at every so many tokens."""
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens, or as many of them as are restorable, and forget the others; 0 empties the
-        slot."""
+        """Keep the first `length` tokens, or as many of them as are restorable; 0 empties the slot."""
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for.
-
-        The verdict has T rows for `all`, the last one for `last`, and no row for `none`."""
+        """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for. The verdict
+        has T rows for `all`, the last one for `last`, and no row for `none`."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft on top of every committed token, for all slots in the same passes: a block drafter's one is over
@@ -214,36 +202,29 @@ class Engine(Protocol):
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""
 
     def warm_up(self, progress: Progress = no_progress) -> None:
-        """Do the one-time work of a single sequence's first passes: initialisation of libraries and captures. All slots
-        must be empty, and are left empty. It only shortens the first requests. `progress` counts the passes made."""
+        """Do the one-time work of a single sequence's first passes. All slots must be empty, and are left empty."""
 
     def synchronize(self) -> None:
-        """Wait until all started work is done. Only exact stage times need it: calls that return results wait for
-        them."""
+        """Wait until all started work is done. Only exact stage times need it."""
 
     def close(self) -> None:
         """Release the engine's memory and threads; a second call does nothing."""
 
 
-EXPERTS = "in a mixture of experts an expert's product depends on how many rows choose it"
-PLANS = "TensorRT chooses the order of its sums by the shapes of a plan"
-HYBRID = "a hybrid's states are moved by the rows of a path at once, in another order than by single tokens"
-RANKS = "a split target's sums over ranks may have another order for passes of another size"
 KERNELS = "only on a GPU, in bf16 or fp16 and with heads of 64 or 128, do PyTorch engines run on our kernels"
 
 
 def why_inexact(manifest: Manifest, *, kernels: bool = False, ranks: int = 1) -> str | None:
-    """Why an engine is not exact; None where nothing is known against it. `kernels`: whether an engine in PyTorch runs
-    on ours. `ranks`: over which its target is split."""
+    """Why an engine is not exact; None where it is, as far as is known. `kernels`: whether PyTorch's runs on ours."""
     dims, backend = manifest.target_dims, BACKENDS[manifest.backend]
     if dims.experts is not None:
-        return EXPERTS
+        return "in a mixture of experts an expert's product depends on how many rows choose it"
     if backend.on_cpu:
         return None
     if backend.plans:
-        return PLANS
+        return "TensorRT chooses the order of its sums by the shapes of a plan"
     if dims.delta is not None:
-        return HYBRID
+        return "a hybrid's states are moved by the rows of a path at once, in another order than by single tokens"
     if ranks > 1:
-        return RANKS
+        return "a split target's sums over ranks may have another order for passes of another size"
     return None if kernels else KERNELS

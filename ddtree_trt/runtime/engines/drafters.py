@@ -32,8 +32,7 @@ class LanguageModel(Cached, Protocol):
     """A network with the target's inputs and outputs."""
 
     def extend(self, chains: Sequence[VerifyRequest]) -> Sequence[NDArray[np.float32]]:
-        """Commit the rows of chains behind those of distinct slots, in one pass: of each its last token's logits [V],
-        which the next pass overwrites."""
+        """Commit the rows of chains of distinct slots in one pass: of each its last logits [V], until the next pass."""
 
 
 class Drafter(ABC):
@@ -54,7 +53,7 @@ class Drafter(ABC):
     @abstractmethod
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Take tokens [m] committed behind the known ones, with their tapped target states [m, M·H] if the kind has
-        taps."""
+        taps, in memory that the next target pass overwrites."""
 
     @abstractmethod
     def truncate(self, slot: int, length: int) -> None:
@@ -66,9 +65,8 @@ class Drafter(ABC):
         least one request, the slots are distinct, and the drafts are in the requests' order."""
 
     def warm_up(self, slot: int, budget: int) -> None:
-        """Capture the passes of the drafts of one sequence in the slot, which holds a prompt, for budgets up to
-        `budget`; does nothing where none is captured before its first use."""
-        return
+        """Capture passes of drafts of the slot alone, which holds a prompt, for budgets up to `budget`."""
+        return  # what captures none
 
 
 def split(count: int, chunk: int, slots: int) -> list[slice]:
@@ -122,8 +120,7 @@ class SlotCalls:
 
 
 def make_drafter(manifest: Manifest, *parts: Any) -> Drafter:
-    """The drafter of an engine, made of what its backend gives to every kind. Raises ArtifactError for a kind that the
-    backend does not run."""
+    """An engine's drafter, of what its backend gives to every kind. Raises ArtifactError for one it does not run."""
     kind, half = manifest.drafting, BACKENDS[manifest.backend].half
     if not kind.has(half):
         raise ArtifactError(f"engine {manifest.name!r} has an {kind.title}, which {half} engines do not run")

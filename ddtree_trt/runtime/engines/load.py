@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
 from ddtree_trt.records import misplaced_option, with_fields
 from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.engines.passes import closed_on_failure
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
 # "not enough memory: you tried to allocate", "CUDA out of memory", "bad_alloc", CUBLAS_STATUS_ALLOC_FAILED
@@ -32,8 +31,7 @@ def open_engine(
     progress: Progress = no_progress,
     **fields: Any,
 ) -> Engine:
-    """Load the engine in `directory`, after checking schema and digests: those of files that were checked before and
-    have not changed since are not computed again. Only its backend is imported.
+    """Load the engine in `directory`, after checking schema and digests. Only its backend is imported.
 
     `fields` are options over those in `options`. `warm`: call `Engine.warm_up`, which reports to `progress`. `limits`:
     other ones than it was built for, whose caches have as many rows; no plans depend on them. Raises UsageError for an
@@ -42,57 +40,29 @@ def open_engine(
     """
     options = with_fields(EngineOptions, options, fields)
     manifest = load_manifest(directory)
-    _check_options(options, directory, manifest)
-    verify_for_opening(directory, manifest, progress)
-    if limits is not None:
-        manifest = replace(manifest, limits=limits)
-    try:
-        with _as_memory_errors():
-            engine = load_backend(directory, manifest, options)
-            if warm:
-                with closed_on_failure(engine):
-                    engine.warm_up(progress)
-            return engine
-    except MemoryError as error:
-        needed = plan_manifest(manifest).total_bytes
-        raise ArtifactError(
-            f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({error}); rebuild with a "
-            f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
-        ) from error
-
-
-def _check_options(given: EngineOptions, directory: Path, manifest: Manifest) -> None:
-    """Raises UsageError for an option that engines of other backends have."""
-    if misplaced := misplaced_option(EngineOptions, given, manifest.backend):
+    if misplaced := misplaced_option(EngineOptions, options, manifest.backend):
         flag, served = misplaced
         raise UsageError(
             f"{flag[2:].replace('-', '_')} is for engines of the {served} backend, {directory} is for "
             f"{manifest.backend}; leave it out, or build the engine again with --backend {served}"
         )
-
-
-@contextmanager
-def _as_memory_errors() -> Iterator[None]:
-    """Raise the backends' out-of-memory errors as MemoryError with a one-line text."""
+    verify_for_opening(directory, manifest, progress)
+    if limits is not None:
+        manifest = replace(manifest, limits=limits)
     try:
-        yield
-    except RuntimeError as error:
-        # PyTorch's class for GPUs is recognised by its name, because torch may not be installed. The errors of CPUs and
-        # of other libraries can be recognised by their texts only.
-        text = str(error)
-        if type(error).__name__ != "OutOfMemoryError" and not _NO_MEMORY.search(text):
+        engine = load_backend(directory, manifest, options)
+        if warm:
+            with closed_on_failure(engine):
+                engine.warm_up(progress)
+        return engine
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
-        raise MemoryError(text.partition("\n")[0]) from error
-
-
-@contextmanager
-def closed_on_failure(engine: Engine) -> Iterator[None]:
-    """Close the engine where the block raises, since no object then owns it."""
-    try:
-        yield
-    except BaseException:
-        engine.close()
-        raise
+        needed, reason = plan_manifest(manifest).total_bytes, str(error).partition("\n")[0]
+        raise ArtifactError(
+            f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({reason}); rebuild with a "
+            f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
+        ) from error
 
 
 def load_backend(directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> Engine:

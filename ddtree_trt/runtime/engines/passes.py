@@ -1,7 +1,8 @@
 """What the passes of engines share: counts of committed rows, trees of several slots as one pass of a fixed size,
 logits that stay on a device, and the first passes."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -51,8 +52,7 @@ class SlotLengths:
         return self.states.snapshots.restorable(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the first `length` rows, or as many of them as are restorable, and forget the others. Raises EngineError
-        when the slot holds fewer."""
+        """Keep the first `length` rows, or as many as are restorable. Raises EngineError for a slot with fewer."""
         held = self._lengths[slot]
         if not 0 <= length <= held:
             raise EngineError(f"slot {slot} holds {held} tokens, cannot keep the first {length}")
@@ -101,14 +101,10 @@ class Snapshots(Generic[State]):
 
 
 Row = NDArray[np.float32]
-_ALL = slice(None)
 
 
 class LazyRows:
-    """`base.Rows` in a device's memory: a row is copied to the host only when it is read.
-
-    Greedy decoding reads none. Valid until the engine's next target pass.
-    """
+    """`base.Rows` in a device's memory, until the next target pass: a row is copied to the host when it is read."""
 
     def __init__(self, rows: int, width: int, fetch: Callable[[int, int, slice], Row]) -> None:
         """`fetch(start, stop, columns)` returns a copy of those columns of the rows, float32 [stop − start, …]. Where
@@ -127,10 +123,10 @@ class LazyRows:
             raise IndexError(f"row {row} of {self._rows}")
         if column is not None:
             return float(self._fetch(index, index + 1, slice(column, column + 1))[0, 0])
-        return self._fetch(index, index + 1, _ALL)[0]
+        return self._fetch(index, index + 1, slice(None))[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        rows = self._fetch(0, self._rows, _ALL) if self._rows else np.empty((0, self._width), np.float32)
+        rows = self._fetch(0, self._rows, slice(None)) if self._rows else np.empty((0, self._width), np.float32)
         return rows.astype(dtype or np.float32, copy=False)
 
 
@@ -151,8 +147,7 @@ class PaddedTrees:
 
 
 def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
-    """Ancestor-or-self bits of a tree's parents [n] into mask [T, W], which is all zeros; the rows from n on are
-    padding."""
+    """Ancestor-or-self bits of parents [n] into mask [T, W], all zeros; the rows from n on are padding."""
     size = len(parents)
     bits = _native.packed_mask(parents)
     mask[:size, : bits.shape[1]] = bits.view(np.uint32)
@@ -181,6 +176,16 @@ def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens:
     return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32), parents)
 
 
+@contextmanager
+def closed_on_failure(thing: Any) -> Iterator[None]:
+    """Close an engine or a part of one where the block raises, since no object then owns it."""
+    try:
+        yield
+    except BaseException:
+        thing.close()
+        raise
+
+
 def make_single_passes(
     engine: Engine,
     sizes: Collection[int],
@@ -189,29 +194,17 @@ def make_single_passes(
     *,
     slots: int = 1,
 ) -> None:
-    """In each of the first `slots` slots, verify trees of `sizes` tokens, the largest first, and prefill a prompt's
-    longest chunk. Then call `drafts` with the slot, which still holds the prompt; None for a drafter without taps.
-
-    The slots must be empty and are left empty. `progress` counts the passes; `drafts` counts as one.
-    """
+    """In each of the first `slots` slots, which are empty, verify trees of `sizes` tokens, the largest first, prefill
+    a prompt's longest chunk, and call `drafts` with the slot; None for a drafter without taps. `progress` counts the
+    trees."""
     limits = engine.manifest.limits
-    chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
-    done, total = 0, slots * (len(sizes) + 1 + (drafts is not None))
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress("warm up", done, total)
-
+    chunk = np.zeros(min(limits.prefill_chunk, limits.max_seq_len - 1), np.int64)
+    passes = [(slot, tokens) for slot in range(slots) for tokens in sorted(sizes, reverse=True)]
+    for done, (slot, tokens) in enumerate(passes, 1):
+        engine.verify([VerifyRequest(slot, token_chain(np.zeros(tokens, np.int64)))])
+        progress("warm up", done, len(passes))
     for slot in range(slots):
-        try:
-            for tokens in sorted(sizes, reverse=True):
-                engine.verify([VerifyRequest(slot, token_chain(np.zeros(tokens, np.int64)))])
-                step()
-            engine.prefill(slot, np.zeros(chunk, np.int64), rows="last", taps=drafts is not None)
-            step()
-            if drafts is not None:
-                drafts(slot)
-                step()
-        finally:
-            engine.truncate(slot, 0)
+        engine.prefill(slot, chunk, rows="last", taps=drafts is not None)
+        if drafts is not None:
+            drafts(slot)
+        engine.truncate(slot, 0)

@@ -1,8 +1,6 @@
 """The latency profile of an engine on this machine: what passes took when it was first opened, and rounds since then.
-
-It is coarse, so that it takes a few seconds. Stored in the engine directory as `profile.json` with a fingerprint; that
-of another machine, engine or thread count is ignored and measured anew.
-"""
+Stored in the engine directory as `profile.json` with a fingerprint; that of another machine, engine or thread count is
+measured anew."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def _fill(engine: Engine, slot: int, context: int) -> None:
 
 def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -> tuple[float, float]:
     """(draft, verify) seconds of one round, which drafts `length` positions, in the order of decoding, since earlier
-    work decides the contents of the processor's caches. Of rounds on the device, where they are the default, by its
-    clock."""
+    work fills the processor's caches; of rounds on the device, where they are the default, by its clock."""
     rounds = engine.rounds if engine.rounds is not None and engine.rounds.by_default else None
     if rounds is not None:
         while rounds.ahead:
@@ -93,24 +90,21 @@ def _round(engine: Engine, slots: int, context: int, tokens: int, length: int) -
     for slot in range(slots):
         engine.commit(slot, np.zeros(1, np.int32), taps=True)
     requests = [DraftRequest(slot, 1, 16, length, most_probable) for slot in range(slots)]
-    draft_s = _timed(lambda: engine.draft(requests))
-    verify_s = _timed(lambda: _verify(engine, slots, tokens))
+    start = time.perf_counter()
+    engine.draft(requests)
+    drafted = time.perf_counter()
+    _verify(engine, slots, tokens)
+    verified = time.perf_counter()
     for slot in range(slots):
         engine.truncate(slot, context)
         _fill(engine, slot, context)
-    return draft_s, verify_s
+    return drafted - start, verified - drafted
 
 
 def _verify(engine: Engine, slots: int, tokens: int) -> None:
     depths = np.minimum(np.arange(tokens, dtype=np.int32), 16)
     tree = TokenTree(np.ones(tokens, np.int64), chain_parents(tokens), depths)
     engine.verify([VerifyRequest(slot, tree) for slot in range(slots)])
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 VERSION = 9  # 9: EAGLE's first drafts take in what waits

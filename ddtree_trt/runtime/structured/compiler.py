@@ -12,44 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddtree_trt.errors import MissingDependency, UsageError, install_with
-from ddtree_trt.runtime.structured.matcher import Grammar, Matcher, Opening, Preparing, refused
+from ddtree_trt.runtime.structured.matcher import Matcher, Opening, Preparing, refused
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.worker_process import LimitReached, Limits, Work, WorkerProcess
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Of one trial: compiling a constraint and two steps. The stack is half of the least that a thread of this process has.
+# Of one trial of a stranger's constraint, in another process: compiling it and two steps. A grammar of sixty bytes may
+# take minutes to compile, gigabytes, or the stack of the library's recursion, with which the whole process ends. The
+# stack is half of the least that a thread of this process has.
 TRIAL_LIMITS = Limits(cpu_seconds=1.0, memory_bytes=128 << 20, stack_bytes=1 << 20)
 
 
-class Judge(WorkerProcess):
-    """A process that tries constraints with limits of time and memory, started when it is needed. Thread-safe.
-
-    A grammar of sixty bytes may take minutes to compile, gigabytes, or the stack of the library's recursion, with which
-    the whole process ends. So those of strangers are tried elsewhere first.
-    """
-
-    def __init__(
-        self, tokenizer: str, vocab_size: int, stop_ids: frozenset[int], limits: Limits = TRIAL_LIMITS
-    ) -> None:
-        """`tokenizer`: its JSON text; the others as for GrammarCompiler."""
-        vocabulary = [tokenizer, vocab_size, sorted(stop_ids)]
-        super().__init__(f"{__name__}:judging", limits, "constraints cannot be tried", vocabulary)
-
-    def check(self, structured: StructuredOutput) -> None:
-        """Raises UsageError, which says why, for a constraint that cannot be used, EngineError where the process cannot
-        be started or ends for another reason."""
-        try:
-            answer = self.ask(json.dumps(asdict(structured)).encode())
-        except LimitReached as limit:
-            raise refused(structured, f"compiling it {limit}; make it smaller") from None
-        if "error" in answer:
-            raise UsageError(answer["error"])
-
-
 def judging(vocabulary: Any) -> Work:
-    """What the process does."""
+    """What the process does that tries constraints."""
     text, vocab_size, stop_ids = vocabulary
     compiler = GrammarCompiler(lambda: text, vocab_size, frozenset(stop_ids))
     compiler.try_out(StructuredOutput(regex="(?s:.)*"))  # loads what all trials use
@@ -91,8 +68,9 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._stop_ids = stop_ids
         self.isolated = False  # whether constraints are tried in a process of their own: those of strangers
+        self.limits = TRIAL_LIMITS
         self._lock = threading.Lock()
-        self._judge: Judge | None = None
+        self._judge: WorkerProcess | None = None
         self._passed: dict[int, None] = {}
         self._opening = lru_cache(_OPENINGS)(lambda text: Opening(text, self._token_bytes))
 
@@ -101,25 +79,17 @@ class GrammarCompiler:
         return hash(structured) in self._passed
 
     def check(self, structured: StructuredOutput) -> None:
-        """Raises UsageError, which says why, for a constraint that cannot be used, MissingDependency where the library
-        is not installed."""
+        """Raises UsageError for a constraint that cannot be used, MissingDependency without the library."""
         if self.passed(structured):
             return
-        if self.isolated:
-            with self._lock:
-                if self._judge is None:
-                    self._judge = Judge(self._tokenizer_text(), self._vocab_size, self._stop_ids)
-            self._judge.check(structured)
-        else:
-            self.try_out(structured)
+        (self._try_apart if self.isolated else self.try_out)(structured)
         with self._lock:
             self._passed[hash(structured)] = None
             if len(self._passed) > _REMEMBERED:
                 del self._passed[next(iter(self._passed))]
 
     def try_out(self, structured: StructuredOutput) -> None:
-        """Compile the constraint and take a step: most of what cannot be used comes to a limit there. Raises as `check`
-        does."""
+        """Compile the constraint and take a step, where most limits are met. Raises as `check` does."""
         state = self._compile(structured)
         tokens = np.flatnonzero(np.unpackbits(np.frombuffer(state.compute_bitmask(), np.uint8), bitorder="little"))
         if len(tokens) and not state.is_error():
@@ -128,6 +98,20 @@ class GrammarCompiler:
         if state.is_error():
             raise refused(structured, state.get_error())
 
+    def _try_apart(self, structured: StructuredOutput) -> None:
+        with self._lock:
+            if self._judge is None:
+                vocabulary = [self._tokenizer_text(), self._vocab_size, sorted(self._stop_ids)]
+                self._judge = WorkerProcess(
+                    f"{__name__}:judging", self.limits, "constraints cannot be tried", vocabulary
+                )
+        try:
+            answer = self._judge.ask(json.dumps(asdict(structured)).encode())
+        except LimitReached as limit:
+            raise refused(structured, f"compiling it {limit}; make it smaller") from None
+        if "error" in answer:
+            raise UsageError(answer["error"])
+
     def prepare(self, structured: StructuredOutput, ending: frozenset[int]) -> Preparing:
         """`matcher`, to be made on a thread of its own. Raises as `check` does."""
         self.check(structured)
@@ -135,10 +119,10 @@ class GrammarCompiler:
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
-        grammar = Grammar(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
-        grammar.mask()  # takes most of the work; the library keeps it
-        opening = None if structured.after is None else self._opening(structured.after)
-        return Matcher(grammar, opening)
+        matcher = Matcher(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
+        matcher.mask()  # takes most of the work; the library keeps it
+        matcher.opening = None if structured.after is None else self._opening(structured.after)
+        return matcher
 
     def close(self) -> None:
         if self._judge is not None:
@@ -181,8 +165,7 @@ class GrammarCompiler:
 # Constraints in the library's JSON
 
 # White space between two tokens of JSON: bounded, because a model that repeats itself would never come to an end.
-WHITESPACE = r" |\n {0,20}|\n\t{0,8}"
-DEFAULTS = {"whitespace_pattern": WHITESPACE}
+DEFAULTS: Any = {"whitespace_pattern": r" |\n {0,20}|\n\t{0,8}"}
 
 
 def _grammar_text(structured: StructuredOutput) -> str:
@@ -198,15 +181,6 @@ def _grammar_text(structured: StructuredOutput) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     schema = structured.json_schema if isinstance(structured.json_schema, str) else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(json.dumps(_with_defaults(schema)))
-
-
-def _with_defaults(schema: Any) -> dict[str, Any] | bool:
-    """A schema's JSON text as an object with our options, over which its own `x-guidance` stand."""
-    value = json.loads(schema)
-    if value is True:
-        value = {}
-    if isinstance(value, dict):
-        own = value.get("x-guidance", {})
-        value["x-guidance"] = {**DEFAULTS, **own} if isinstance(own, dict) else own
-    return value
+    if schema == "false":
+        return LLMatcher.grammar_from_json_schema(schema)
+    return LLMatcher.grammar_from_json_schema("{}" if schema == "true" else schema, defaults=DEFAULTS)

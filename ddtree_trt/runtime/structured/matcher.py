@@ -25,8 +25,7 @@ _KEPT = 8  # states of an opening whose crossing tokens are
 
 
 class Opening:
-    """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens. A state
-    is how many bytes of the text the output ends with; at `size` the text is complete."""
+    """A text behind which constraints begin. A state is how many bytes of it the output ends with, at most `size`."""
 
     def __init__(self, text: str, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes`: the bytes of every token of the vocabulary."""
@@ -76,35 +75,57 @@ _LIMITS = {
 _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
 
-class Grammar:
-    """The state of the grammar library for one output, with the tokens that end it."""
+class Matcher:
+    """Holds a sequence to its constraint: a grammar, which may begin behind an opening. Up to the opening's end
+    everything is allowed but a token that goes beyond it. Only `advance` changes it.
 
-    def __init__(
-        self, state: LLMatcher, vocab_size: int, ending: frozenset[int], banned: frozenset[int] = frozenset()
-    ) -> None:
-        """`state` is changed by `advance`. `ending`: tokens that end the output, allowed where the text is complete;
-        `banned`: tokens that are never allowed."""
+    Attributes:
+        ended: whether nothing can follow the output.
+        opening: None once the grammar has begun.
+    """
+
+    def __init__(self, state: LLMatcher, vocab_size: int, ending: frozenset[int], banned: frozenset[int]) -> None:
+        """`state`: of the grammar. `ending`: tokens that end the output, allowed where its text is complete; `banned`:
+        tokens that the grammar never allows."""
         self._state = state
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         self._ending = ending
         self._banned = banned
-        self.ended = False  # whether nothing can follow the output
+        self.opening: Opening | None = None
+        self._place = 0  # the opening's state
+        self.ended = False
         self._since_mask = 0  # tokens taken
 
     def allowed_length(self, path: Sequence[int]) -> int:
-        end = next((i for i, token in enumerate(path) if token in self._ending or token in self._banned), None)
-        allowed = self._state.validate_tokens(list(path[:end]))
-        if end is None or allowed < end or path[end] not in self._ending:
-            return allowed
-        state = self._state.deep_copy()
-        state.consume_tokens(list(path[:end]))
-        _check(state)
-        return allowed + state.is_accepting()
+        """How many tokens of the path may follow the output, one after the other."""
+        length, place = 0, self._place
+        while self.opening is not None and place != self.opening.size:
+            if length == len(path) or (state := self.opening.feed(place, path[length])) is None:
+                return length
+            length, place = length + 1, state
+        rest = list(path[length:])
+        end = next((i for i, token in enumerate(rest) if token in self._ending or token in self._banned), None)
+        allowed = self._state.validate_tokens(rest[:end])
+        if end is not None and allowed == end and rest[end] in self._ending:
+            behind = self._state.deep_copy()
+            behind.consume_tokens(rest[:end])
+            _check(behind)
+            allowed += behind.is_accepting()
+        return length + allowed
+
+    def allows(self, token: int) -> bool:
+        """Whether the token may be next."""
+        return self.allowed_length([token]) == 1
 
     def mask(self) -> Mask:
+        """The tokens that may be next, bool [V]. Raises UsageError where there are none or a limit is met."""
+        if self.opening is not None:
+            mask = np.ones(self._vocab_size, bool)
+            mask[self.opening.crossing(self._place)] = False
+            return mask
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         _check(self._state)
-        mask = np.unpackbits(bits, count=self.vocab_size, bitorder="little").astype(bool)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
@@ -112,65 +133,23 @@ class Grammar:
         return mask
 
     def advance(self, token: int) -> None:
-        if token in self._ending:
-            self.ended = True
-            return
-        self._state.consume_token(token)
-        self._since_mask += 1
-        if self._since_mask == _TOKENS_OF_FUEL:
-            self._since_mask = 0
-            self._state.compute_bitmask()
-        _check(self._state)
-        self.ended = self._state.is_stopped()
-
-
-class Matcher:
-    """Holds a sequence to its constraint: a grammar, which may begin behind an opening. Up to the opening's end
-    everything is allowed but a token that goes beyond it. Only `advance` changes it.
-    """
-
-    def __init__(self, grammar: Grammar, opening: Opening | None) -> None:
-        self._grammar = grammar
-        self._opening = opening  # None once the grammar has begun
-        self._place = 0  # the opening's state
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing can follow the output."""
-        return self._opening is None and self._grammar.ended
-
-    def allowed_length(self, path: Sequence[int]) -> int:
-        """How many tokens of the path may follow the output, one after the other."""
-        length, place = 0, self._place
-        while self._opening is not None and place != self._opening.size:
-            if length == len(path) or (state := self._opening.feed(place, path[length])) is None:
-                return length
-            length, place = length + 1, state
-        return length + (self._grammar.allowed_length(path[length:]) if length < len(path) else 0)
-
-    def allows(self, token: int) -> bool:
-        """Whether the token may be next."""
-        return self.allowed_length([token]) == 1
-
-    def mask(self) -> Mask:
-        """The tokens that may be next, bool [V]. Raises UsageError where there are none, or finding them is too much
-        work."""
-        if self._opening is None:
-            return self._grammar.mask()
-        mask = np.ones(self._grammar.vocab_size, bool)
-        mask[self._opening.crossing(self._place)] = False
-        return mask
-
-    def advance(self, token: int) -> None:
         """Take an emitted token. Raises UsageError for one that is not allowed."""
-        if self._opening is None:
-            self._grammar.advance(token)
-            return
-        if (state := self._opening.feed(self._place, token)) is None:
-            raise UsageError(f"structured: token {token} goes beyond the opening's end")
-        self._place = state
-        if state == self._opening.size:
-            self._opening = None
+        if self.opening is not None:
+            if (state := self.opening.feed(self._place, token)) is None:
+                raise UsageError(f"structured: token {token} goes beyond the opening's end")
+            self._place = state
+            if state == self.opening.size:
+                self.opening = None
+        elif token in self._ending:
+            self.ended = True
+        else:
+            self._state.consume_token(token)
+            self._since_mask += 1
+            if self._since_mask == _TOKENS_OF_FUEL:
+                self._since_mask = 0
+                self._state.compute_bitmask()
+            _check(self._state)
+            self.ended = self._state.is_stopped()
 
 
 # What a constraint leaves of a draft
@@ -179,8 +158,7 @@ _SPARE_SHARE, _MOST_SPARE = 3, 192  # per node, and in all
 
 
 def with_spare(nodes: int) -> int:
-    """How many nodes to draft so that about `nodes` are allowed: most of what a drafter without knowledge of the
-    constraint proposes is not."""
+    """How many nodes to draft so that about `nodes` are allowed: most of those proposed are not."""
     return nodes + min(_SPARE_SHARE * nodes, _MOST_SPARE)
 
 
@@ -213,8 +191,7 @@ def _check(state: LLMatcher) -> None:
 
 
 def reason_line(text: str) -> str:
-    """The library's reason in one line, without the lines that quote what was given and point into it. Limits of ours
-    are named, with what to do."""
+    """The library's reason in one line, without what it quotes. Limits are named, with what to do."""
     if limit := next((limit for sign, limit in _LIMITS.items() if sign in text), None):
         return f"it takes more work or room than is allowed ({limit}); {_SMALLER}"
     lines = text.partition("<backtrace>")[0].splitlines()

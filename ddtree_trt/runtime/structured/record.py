@@ -1,5 +1,4 @@
-"""StructuredOutput, the constraint that a request's output has to satisfy, the check of a value that states one, and
-other names of the sampling parameter `structured`: those of OpenAI's API and of vLLM, now and earlier."""
+"""StructuredOutput, the constraint on a request's output, and the names it has in OpenAI's API and vLLM's."""
 
 from __future__ import annotations
 
@@ -13,27 +12,8 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import After, Before, check_fields
 from ddtree_trt.runtime.values import Text, Texts, check_text
 
-MAX_CHARACTERS = 1 << 20  # of a schema, expression or grammar, and of the texts of a choice together
-MAX_AFTER = 256  # characters
-MAX_CHOICES = 10_000
+MAX_AFTER = 256  # characters, which are compared with the output at every token
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-
-
-def _at_most(most: int, what: str, advice: str = "") -> After:
-    """Refuses more of what `len` counts."""
-
-    def check(value: Any) -> Any:
-        if len(value) > most:
-            raise ValueError(f"has {len(value)} {what}, at most {most} are taken{advice}")
-        return value
-
-    return After(check)
-
-
-def _in_all(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
-        raise ValueError(f"has {characters} characters, at most {MAX_CHARACTERS} are taken")
-    return texts
 
 
 def schema_text(schema: Any) -> str:
@@ -50,13 +30,16 @@ def schema_text(schema: Any) -> str:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"structured: the schema is no JSON, or nested too deeply: {error}") from None
-    if len(text) > MAX_CHARACTERS:
-        raise UsageError(f"structured: a schema has {len(text)} characters, at most {MAX_CHARACTERS} are taken")
     check_text("structured: a schema", text)
     return text
 
 
-_BOUNDED = _at_most(MAX_CHARACTERS, "characters")
+def _bounded(text: str) -> str:
+    if len(text) > MAX_AFTER:
+        raise ValueError(f"has {len(text)} characters, at most {MAX_AFTER} are taken; give its last ones")
+    return text
+
+
 Schema = Annotated[str | Mapping[str, Any] | bool, Before(schema_text)]
 
 
@@ -79,10 +62,10 @@ class StructuredOutput:
 
     json_schema: Schema | None = None
     json_object: bool = False
-    regex: Annotated[Text, _BOUNDED] | None = None
-    choice: Annotated[Texts, _at_most(MAX_CHOICES, "texts"), After(_in_all)] = ()
-    grammar: Annotated[Text, _BOUNDED] | None = None
-    after: Annotated[Text, _at_most(MAX_AFTER, "characters", "; give its last ones")] | None = None
+    regex: Text | None = None
+    choice: Texts = ()
+    grammar: Text | None = None
+    after: Annotated[Text, After(_bounded)] | None = None
 
     def __post_init__(self) -> None:
         if not (given := self._given()) or len(given) > 1:
@@ -101,8 +84,7 @@ class StructuredOutput:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> StructuredOutput:
-        """The record of values by field name, `json` being another name of `json_schema`; None stands for a value that
-        is not given. Raises UsageError for an unknown name."""
+        """The record of values by field name, or `json`; None is no value. Raises UsageError for an unknown name."""
         given = {("json_schema" if name == "json" else name): v for name, v in values.items() if v is not None}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := [name for name in given if name not in known]:
@@ -139,22 +121,18 @@ STRUCTURED = "structured"
 
 def _response_format(value: Any) -> StructuredOutput | None:
     """OpenAI's: text, json_object, or json_schema with the schema. A schema is kept to whether or not it is strict."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    allowed = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
-    if not isinstance(kind, str) or kind not in allowed:
-        raise UsageError(f"structured: type must be one of {', '.join(allowed)}, not {shown(value)}")
-    if extra := [name for name in value if name not in allowed[kind]]:
-        raise UsageError(f"structured: a format of type {kind!r} has no {shown(extra[0])}")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutput(json_object=True)
-    named = value.get("json_schema")
-    if not isinstance(named, Mapping) or named.get("schema") is None:
-        raise UsageError("structured: json_schema must be an object with a schema")
-    if extra := [name for name in named if name not in ("name", "description", "schema", "strict")]:
-        raise UsageError(f"structured: json_schema has no {shown(extra[0])}")
-    return StructuredOutput(json_schema=named["schema"])
+    match value:
+        case {"type": "text", **rest} if not rest:
+            return None
+        case {"type": "json_object", **rest} if not rest:
+            return StructuredOutput(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": schema, **named}, **rest} if not rest:
+            if named.keys() <= {"name", "description", "strict"}:
+                return StructuredOutput(json_schema=schema)
+    raise UsageError(
+        "structured: must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': "
+        f"{{'name': ..., 'schema': ...}}}}, not {shown(value)}"
+    )
 
 
 ALIASES: Mapping[str, Callable[[Any], StructuredOutput | None]] = {

@@ -23,9 +23,8 @@ MAX_CHARACTERS = 4 << 20
 class Renderer(WorkerProcess):
     """A process that renders chat templates, started and restarted when it is needed. Thread-safe."""
 
-    def __init__(self, limits: Limits = LIMITS, characters: int = MAX_CHARACTERS) -> None:
-        """`characters`: of a text, at most."""
-        super().__init__(f"{__name__}:rendering", limits, "chat templates cannot be rendered", characters)
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__(f"{__name__}:rendering", limits, "chat templates cannot be rendered")
 
     def start_for(self, directory: Path) -> None:
         """`start` if the tokenizer in the directory has a chat template."""
@@ -55,7 +54,7 @@ class Renderer(WorkerProcess):
         raise UsageError(f"the chat template refused the messages: {shown(answer['error'])[1:-1]}")
 
 
-def rendering(characters: int) -> Work:
+def rendering(_: None) -> Work:
     """What the process does."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -72,8 +71,8 @@ def rendering(characters: int) -> Work:
         except Exception as error:  # a template is a program and may raise anything
             return {"error": str(error)[:1000] or type(error).__name__}
         text = rendered[0][0]
-        if len(text) > characters:
-            return {"error": f"its text has {len(text)} characters, more than the {characters} allowed"}
+        if len(text) > MAX_CHARACTERS:
+            return {"error": f"its text has {len(text)} characters, more than the {MAX_CHARACTERS} allowed"}
         return {"text": text}
 
     return render

@@ -25,8 +25,7 @@ INCOMPLETE = "\ufffd"  # the decoded text of a cut UTF-8 sequence
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt (text, token ids, messages) or several, as a list of prompts. Raises UsageError for anything else;
-    single prompts are checked by `TextCodec.encode`."""
+    """One prompt or several, as a list of prompts. Raises UsageError for what is neither."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping | bytes | bytearray | Set) or not isinstance(prompts, Iterable):
@@ -49,7 +48,7 @@ class TextCodec:
 
     def use_template(self, template: str) -> None:
         """Have another chat template, which `check_template` takes."""
-        for name in ("template_text", "takes_tools", "takes_names", "_template_variables"):
+        for name in ("template_text", "_template_variables"):
             self.__dict__.pop(name, None)
         self.tokenizer.chat_template = template
 
@@ -70,8 +69,6 @@ class TextCodec:
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
-        if set(map(type, prompt)) == {int}:  # a fast path: the general one takes a microsecond per item
-            return list(cast(Sequence[int], prompt))
         chat = [item for item in prompt if isinstance(item, Mapping)]
         if chat and len(chat) == len(prompt):
             return self.encode(self.render(chat, chat_template_kwargs, tools))
@@ -98,6 +95,9 @@ class TextCodec:
             raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
         if template is None:
             raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
+        named = any("name" in message and message["role"] != "tool" for message in prepared)
+        if named and not _NAME_OF_MESSAGE.search(self.template_text):
+            raise UsageError("this engine's chat template has no place for the name of a message; leave it out")
         variables = {**self.tokenizer.special_tokens_map, **self._template_args, **given}
         if tools:
             self.check_takes_tools()
@@ -105,8 +105,7 @@ class TextCodec:
         return chat_template.render(template, prepared, variables)
 
     def _template(self, tools: Tools | None) -> str | None:
-        """The chat template; of several, the one for tools where there are any. Raises ValueError for several of which
-        none is the default."""
+        """The chat template; of several, the one for tools where there are any. Raises ValueError without a default."""
         if not self.tokenizer.chat_template:
             return None
         return str(self.tokenizer.get_chat_template(tools=list(tools) if tools else None))
@@ -119,27 +118,15 @@ class TextCodec:
         except ValueError:
             return ""
 
-    @cached_property
-    def takes_tools(self) -> bool:
-        """Whether there is a chat template that reads the tools of a chat."""
-        template = self.tokenizer.chat_template
-        if isinstance(template, dict) and "tool_use" in template:
-            return True
-        return "tools" in (self._template_variables or ())
-
     def check_takes_tools(self) -> None:
         """Raises UsageError where no chat template reads the tools of a chat."""
-        if not self.takes_tools:
+        template = self.tokenizer.chat_template
+        one_for_tools = isinstance(template, dict) and "tool_use" in template
+        if not one_for_tools and "tools" not in (self._template_variables or ()):
             raise UsageError("tools: this engine's chat template has no place for them; leave them out")
 
-    @cached_property
-    def takes_names(self) -> bool:
-        """Whether the chat template reads the names of those who say the messages."""
-        return _NAME_OF_MESSAGE.search(self.template_text) is not None
-
     def check_template_kwargs(self, given: Mapping[str, Any] | None, given_as: str = KEYWORD) -> Mapping[str, Any]:
-        """The variables that a request gives the chat template; empty for None. Raises UsageError, which calls them
-        `given_as`, for one that the template never looks at and for one that requests set themselves."""
+        """A request's variables of the template. Raises UsageError for one that it never reads or that is taken."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -170,8 +157,7 @@ class TextCodec:
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, keep: Set[int] = frozenset()
     ) -> str:
-        """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8. `keep`: special tokens that are not left
-        out with the others."""
+        """The tokens' text, with U+FFFD for bytes that are no UTF-8. `keep`: special tokens that are not left out."""
         if keep and skip_special_tokens:
             token_ids = [t for t in token_ids if t in keep or t not in self._special_ids]
             skip_special_tokens = False
@@ -254,8 +240,7 @@ class TextStream:
         )
 
     def _advance(self) -> None:
-        """Move the boundary behind the latest token, and the start of a long window to the boundary before. Called
-        where no character is incomplete."""
+        """Move the boundary behind the latest token, a long window's start to the one before."""
         if len(self.tokens) - self._window > self._LONGEST_WINDOW and (taken := len(self._decode(self._boundary))):
             # A window of tokens without text would not determine the next token's text.
             self._window, self._taken = self._boundary, taken
@@ -267,8 +252,7 @@ class TextStream:
         self.text, self._taken = self.text + text[self._taken :], max(self._taken, len(text))
 
     def settled(self) -> tuple[int, int]:
-        """Characters of the text and tokens that no later stop string can remove: the text without a suffix that may be
-        the start of one, and the tokens that are known to begin in it."""
+        """How many characters of the text, and how many tokens, no later stop string can remove."""
         text, held = self.text, 0
         if not self._stop:
             return len(text), len(self.tokens)

@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.chat.reader import Content, Event, MessageReader, Reasoning, Thinking, read_message
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.chat.reader import Event, MessageReader, Text, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -21,7 +21,9 @@ from ddtree_trt.serve.service import Service
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     service.check(body)
     given = body.sampling()
-    names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:  # OpenAI's newer name, over the older one
+        given["max_tokens"], names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if "logprobs" in given and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if body.logprobs:
@@ -33,7 +35,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
     await service.compile(params, given, use)
     request_id = new_id("chatcmpl")
-    submissions = [service.submit(request, ids, params, request_id, "messages")]
+    submissions = [service.submit(request, ids, params, request_id, "messages", names=names)]
     kinds = ("chat.completion", "chat.completion.chunk")
     return await respond(service, body, request_id, submissions, kinds, answers.whole, answers.parts)
 
@@ -49,18 +51,6 @@ def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, 
     return use
 
 
-def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
-    """Set `max_tokens` of `given` from either field; returns the name of the field that was given."""
-    newer, older = body.max_completion_tokens, given.get("max_tokens")
-    if newer is None:
-        return "max_tokens"
-    if older not in (None, newer):
-        both = f"max_tokens {shown(older)} and max_completion_tokens {shown(newer)}"
-        raise invalid(f"{both} differ; give one", "max_tokens")
-    given["max_tokens"] = newer
-    return "max_completion_tokens"
-
-
 class ChatAnswers:
     """Reads the outputs of one request: what is reasoning, content and calls of its tools."""
 
@@ -72,8 +62,7 @@ class ChatAnswers:
         self._readers: dict[int, MessageReader | None] = {}  # of choices that arrive in parts; None: all is content
 
     def params(self, given: SamplingParams) -> SamplingParams:
-        """The request's parameters with what its answers need: the tokens that mark their parts, and the constraint
-        that its tools ask for. Raises ApiError where there is another one already."""
+        """The request's parameters with what its tools and marks need. Raises ApiError for a second constraint."""
         try:
             structured = self._format.constraint(self._use, self._thinking, given.structured)
         except UsageError as error:
@@ -84,11 +73,7 @@ class ChatAnswers:
     def whole(self, place: int, whole: RequestOutput, output: CompletionOutput) -> list[Answer]:
         tools = self._format.tool_format(self._use)
         read = read_message(output.text, self._thinking, tools, parallel=self._use.parallel)
-        message: Answer = {"role": "assistant", "content": read.content, "refusal": None}
-        if read.reasoning_content is not None:
-            message["reasoning_content"] = read.reasoning_content
-        if read.tool_calls:
-            message["tool_calls"] = [call.to_dict() for call in read.tool_calls]
+        message = {**read.to_dict(), "refusal": None}
         logprobs, reason = self._logprobs(output), _finish_reason(output, len(read.tool_calls))
         return [{"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}]
 
@@ -103,7 +88,7 @@ class ChatAnswers:
             self._readers[output.index] = self._format.reader(self._thinking, self._use)
             add({"role": "assistant", "content": ""})
         reader, ends = self._readers[output.index], output.finish_reason is not None
-        events: list[Event] = [Content(output.text)] if output.text else []
+        events: list[Event] = [Text("content", output.text)] if output.text else []
         if reader is not None:
             events = reader.push(output.text) + (reader.end() if ends else [])
         deltas, logprobs = [_delta(event) for event in events], self._logprobs(output)
@@ -132,10 +117,8 @@ class ChatAnswers:
 
 
 def _delta(event: Event) -> Answer:
-    if isinstance(event, Reasoning):
-        return {"reasoning_content": event.text}
-    if isinstance(event, Content):
-        return {"content": event.text}
+    if isinstance(event, Text):
+        return {event.field: event.text}
     return {"tool_calls": [{"index": event.index, **event.to_dict()}]}
 
 

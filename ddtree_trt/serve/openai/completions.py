@@ -2,7 +2,7 @@
 
 from functools import cache, partial
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ddtree_trt.errors import shown
@@ -110,7 +110,7 @@ async def tokenize(service: Service, _: Request, body: TokenizeRequest) -> Respo
         param = "messages"
     elif body.tools or body.chat_template_kwargs:
         raise invalid("tools and chat_template_kwargs need messages", "messages")
-    ids, names = await service.tokens(text, param), None
+    ids, names = await service.encode(text, param), None
     if body.return_token_strs:  # what the tokenizer's own vocabulary calls them
         names = await service.in_thread("tokenizer", service.llm.tokenizer.convert_ids_to_tokens, ids, param=param)
     return JSONResponse({"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids, "token_strs": names})

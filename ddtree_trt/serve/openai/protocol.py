@@ -12,22 +12,15 @@ import codecs
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from starlette.requests import Request
 
 from ddtree_trt.errors import shown
 from ddtree_trt.reading import problem_of
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
 from ddtree_trt.runtime.structured.record import ALIASES
 from ddtree_trt.serve.errors import ApiError, cut, invalid
-
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKENS = 64
-MAX_BIASES = 300
-MAX_METADATA = 16
-MAX_PROMPTS = 2048
 
 UNKNOWN = "unknown_parameter"  # pydantic's error type of a field that a model does not have; its context has the name
 
@@ -37,32 +30,26 @@ def _content(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f"a part must be {{'type': 'text', 'text': ...}}, not {shown(found)}; this server takes text"
-            )
-        if (extra := next((name for name in part if name not in ("type", "text")), None)) is not None:
-            raise ValueError(f"a text part has no {shown(extra)}")
+        match part:
+            case {"type": "text", "text": str(), **rest} if not rest:
+                pass
+            case _:
+                raise ValueError(
+                    f"a part must be {{'type': 'text', 'text': ...}}, not {shown(part)}; this server takes text"
+                )
     return "".join(part["text"] for part in value)
 
 
 def _prompts(value: Any) -> Any:
     """One prompt or several, each text or token ids, as a list of prompts."""
     prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            continue
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise ValueError("must be a text, a list of token ids, or a list of either")
-    if not all(isinstance(prompt, type(prompts[0])) for prompt in prompts):
-        raise ValueError("must be all texts or all lists of token ids")
+    texts = all(isinstance(prompt, str) for prompt in prompts)
+    if not texts and not all(isinstance(p, list) and all(type(token) is int for token in p) for p in prompts):
+        raise ValueError("must be a text, a list of token ids, or a list of texts or of such lists")
     return prompts
 
 
-def _at_most(count: int, characters: int = MAX_STOP_CHARACTERS) -> BeforeValidator:
+def _at_most(count: int, characters: int = 256) -> BeforeValidator:
     """Limits a list before its entries are checked. Every stop string is compared with the text at every token."""
 
     def check(value: Any) -> Any:
@@ -87,13 +74,10 @@ class _Strict(BaseModel):
     def _refuse_unknown_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                known[name] = value
-            elif value is not None:
-                raise PydanticCustomError(UNKNOWN, "unknown", {"name": name})
-        return known
+        unknown = next((name for name, v in data.items() if v is not None and name not in cls.model_fields), None)
+        if unknown is not None:
+            raise PydanticCustomError(UNKNOWN, "unknown", {"name": unknown})
+        return {name: value for name, value in data.items() if name in cls.model_fields}
 
 
 class StreamOptions(_Strict):
@@ -111,7 +95,7 @@ class _GenerationRequest(_Strict):
 
     # The client's bookkeeping, which changes no answer.
     user: str | None = None
-    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
+    metadata: Annotated[dict[str, str] | None, _at_most(16)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
@@ -133,7 +117,7 @@ class _GenerationRequest(_Strict):
         return {name: value for name, value in given.items() if value is not None}
 
 
-_LIMITS = {"stop": _at_most(MAX_STOPS), "stop_token_ids": _at_most(MAX_STOP_TOKENS), "logit_bias": _at_most(MAX_BIASES)}
+_LIMITS = {"stop": _at_most(16), "stop_token_ids": _at_most(64), "logit_bias": _at_most(300)}
 _Body = TypeVar("_Body", bound=_GenerationRequest)
 
 
@@ -147,47 +131,15 @@ def _with_sampling(body: type[_Body]) -> type[_Body]:
     return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
 
 
-class FunctionCall(_Strict):
-    name: str
-    arguments: str  # of a JSON object
-
-
-class ToolCall(_Strict):
-    """A call of a tool in a message of the assistant's."""
-
-    index: Annotated[int | None, Field(exclude=True)] = None  # of a part of a stream, sent back
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class Message(_Strict):
     """A message of a chat. Clients may send our answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str | None, BeforeValidator(_content)] = None  # which is needed where there is no other part
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True)] = None
+    tool_calls: Any = None  # `template_messages` reads them
     tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _other_parts_need_no_content(cls, data: Any) -> Any:
-        if (
-            isinstance(data, dict)
-            and data.get("content") is None
-            and (data.get("tool_calls") or data.get("reasoning_content"))
-        ):
-            return {**data, "content": ""}
-        return data
-
-    @model_validator(mode="after")
-    def _check_role(self) -> Message:
-        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
-            if getattr(self, name) is not None and self.role != role:
-                raise ValueError(f"{name} is for messages of role '{role}', not of '{self.role}'")
-        return self
 
     def for_template(self) -> dict[str, Any]:
         given = self.model_dump(exclude_none=True)

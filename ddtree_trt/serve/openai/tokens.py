@@ -16,8 +16,7 @@ class TokenTexts:
     def __init__(self, codec: TextCodec) -> None:
         self.codec = codec
         self._added = frozenset(codec.tokenizer.added_tokens_decoder)
-        backend = getattr(codec.tokenizer, "backend_tokenizer", None)
-        byte_level = backend is not None and type(backend.decoder).__name__ == "ByteLevel"
+        byte_level = type(codec.tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
         self._bytes_of = {c: b for b, c in bytes_to_unicode().items()} if byte_level else {}
         self.of = lru_cache(maxsize=1 << 16)(self._of)
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.device.cpu import busy_warning, usable_cores
@@ -51,22 +52,19 @@ class PlaygroundRequest(ChatRequest):
     stream_options: None = None
 
 
-def install(app: FastAPI, service: Service, examples: Examples | None) -> None:
-    """Add the playground's routes to the server's. `examples` are those that the engine ships."""
+def routes(service: Service, examples: Examples | None) -> list[Route]:
+    """The playground's routes. `examples` are those that the engine ships."""
     folder = files(__package__) / "page"
 
-    def add(path: str, name: str, media_type: str) -> None:
+    def page(path: str, name: str, media_type: str) -> Route:
         content = (folder / name).read_bytes()
 
-        @app.get(path, include_in_schema=False)
-        async def page() -> Response:
+        async def page(_: Request) -> Response:
             return Response(content, media_type=media_type, headers=_HEADERS)
 
-    for path, (name, media_type) in PAGE.items():
-        add(path, name, media_type)
+        return Route(path, page)
 
-    @app.get(f"{PATH}/engine", include_in_schema=False)
-    async def engine() -> JSONResponse:
+    async def engine(_: Request) -> Response:
         manifest = service.llm.engine.manifest
         able = [m for m in METHODS.values() if m.serves(manifest.drafter_kind)]
         return JSONResponse(
@@ -82,15 +80,16 @@ def install(app: FastAPI, service: Service, examples: Examples | None) -> None:
             }
         )
 
-    @app.post(f"{PATH}/rounds", include_in_schema=False)
     async def rounds(request: Request) -> Response:
         return await _rounds(service, request, await read(request, PlaygroundRequest))
 
+    pages = [page(path, *row) for path, row in PAGE.items()]
+    return [*pages, Route(f"{PATH}/engine", engine), Route(f"{PATH}/rounds", rounds, methods=["POST"])]
+
 
 async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
-    """A stream of events {text, rounds, figures, finish_reason, busy}, one for each part of the answer. `busy` is the
-    warning of a machine that was busy before the answer began."""
-    text = body.messages[-1].content
+    """A stream of events {text, rounds, figures, finish_reason, busy}, one for each part of the answer."""
+    text = body.messages[-1].content or ""
     if service.llm.tokenizer.chat_template:
         text = await service.render(body.messages, body.chat_template_kwargs)
     ids = await service.encode(text, "messages")

@@ -40,12 +40,10 @@ def request(bonus: int, *, length: int = 4, slot: int = 0) -> DraftRequest:
 
 
 class Scripted:
-    """A network whose candidates are a function of the path: it keeps the tokens of its rows and the states they came
-    with, and an output is the path itself."""
+    """A network whose candidates are a function of the path, and an output is the path itself."""
 
     def __init__(self, slots: int = 1, rows: int = 256) -> None:
         self.cache = SlotLengths(slots, rows)
-        self.rows: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (token, state) of committed rows
         self.absorbed: list[dict[int, int]] = []  # rows of each slot of each pass
         self.expanded: list[Sequence[NewRows]] = []
         self.barren = -1  # a bonus token behind whose children nothing is possible
@@ -55,10 +53,8 @@ class Scripted:
 
     def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
         for each in rows:
-            token_ids = each.tree.token_ids.tolist()
-            self.rows[each.slot][self.cache.lengths[each.slot] :] = zip(token_ids, each.states[:, 0], strict=True)
-            self.cache.append(each.slot, len(token_ids))
-            assert each.first == len(token_ids) - 1 >= 0
+            self.cache.append(each.slot, len(each.tree))
+            assert each.first == len(each.tree) - 1 == len(each.states) - 1 >= 0
         self.absorbed.append({each.slot: len(each.tree) for each in rows})
         return self._level([(int(each.tree.token_ids[-1]),) for each in rows], top_k)
 
@@ -182,44 +178,6 @@ def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error(
     assert len(network.expanded[-1][0].tree) == 15
 
 
-def test_a_row_has_a_tokens_states_and_the_token_behind_it() -> None:
-    network = Scripted(2)
-    drafter = EagleDrafter(network, 64, 64)
-    drafter.append_context(1, np.array([5, 6, 7]), np.array([[50.0], [60.0], [70.0]]))
-    drafter.draft([request(8, slot=1)])
-    assert network.rows[1] == [(6, 50.0), (7, 60.0), (8, 70.0)] and network.rows[0] == []
-    drafter.append_context(1, np.array([8, 9]), np.array([[80.0], [90.0]]))
-    assert drafter.context_length(1) == 5
-    drafter.draft([request(3, slot=1)])
-    assert network.rows[1][3:] == [(9, 80.0), (3, 90.0)]
-    assert network.cache.lengths == [0, 5]  # a draft's own rows are forgotten
-
-
-def test_a_long_prompt_is_processed_as_it_comes() -> None:
-    """By chunks, and but for the last row, whose token is not known yet."""
-    network = Scripted()
-    drafter = EagleDrafter(network, 4, 64)
-    states = np.arange(11.0)[:, None]
-    drafter.append_context(0, np.arange(6), states[:6])
-    assert network.absorbed == [{0: 4}, {0: 1}]
-    drafter.append_context(0, np.arange(6, 9), states[6:9])
-    drafter.draft([request(9)])
-    assert network.rows[0] == [(i + 1, float(i)) for i in range(9)]
-
-
-def test_lookahead_and_forgotten_tokens() -> None:
-    network = Scripted()
-    drafter = EagleDrafter(network, 64, 64)
-    drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
-    drafter.append_context(0, np.array([3, 4]), np.array([[30.0], [40.0]]))  # lookahead
-    drafter.draft([request(5)])
-    drafter.truncate(0, 2)
-    assert drafter.context_length(0) == 2
-    drafter.append_context(0, np.array([3]), np.array([[31.0]]))
-    drafter.draft([request(6)])
-    assert network.rows[0] == [(2, 10.0), (3, 20.0), (6, 31.0)]
-
-
 def test_another_token_behind_a_row_is_an_error() -> None:
     drafter = EagleDrafter(Scripted(), 64, 64)
     drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
@@ -315,6 +273,10 @@ def test_rounds(tmp_path: Path, shape: str, build: Build) -> None:
     draft(slots, 8)
     slots[0].engine.truncate(0, 9)
     assert slots[0].engine.draftable(0, 99) == 9
+    following = slots[0].tokens[9]  # with which the drafter's last row was made
+    del slots[0].tokens[9:]
+    slots[0].prefill([following, 7, 8])
+    draft(slots[:1], 8)
 
 
 def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:

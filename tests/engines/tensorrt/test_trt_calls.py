@@ -45,26 +45,15 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
         llm, ["There are 6 drawers, each with 32 cards. How many cards are there? There are 6"], **options
     )
     steps = rounds(log[start:])
-    prompt = ["upload", "pass", "download", "wait"]
-    assert steps[0] == prompt
+    assert steps[0] == ["upload", "pass", "download", "wait"]  # of the prompt
     first_draft = next(i for i, step in enumerate(steps) if "launch" in step)
     assert len(steps) - 1 - first_draft == 2 * output.metrics.rounds
-    moved = 0
-    for draft, verify in zip(steps[first_draft:-1:2], steps[first_draft + 1 :: 2], strict=True):
-        assert verify == ["upload", "launch", "download", "wait"]
-        # The commit of the round before: rows move only where the path left a gap.
-        commit = ["upload", "launch"]
-        if draft[: len(commit)] == commit and draft.count("upload") > 1:
-            moved += 1
-            draft = draft[len(commit) :]
-        while draft and draft[0] in ("copy", "recorded"):
-            draft = draft[1:]
-        if draft[0] == "upload" and draft[1] == "pass":  # taking in the prompt
-            draft = draft[2:]
-            while draft[0] == "copy":
-                draft = draft[1:]
-        assert draft == ["upload", "launch", "download", "wait"]
-    assert moved
+    drafts, verifications = steps[first_draft:-1:2], steps[first_draft + 1 :: 2]
+    whole = ["upload", "launch", "download", "wait"]
+    assert verifications == [whole] * output.metrics.rounds
+    # A draft comes behind the commit of the round before: rows move only where the path left a gap.
+    assert all([name for name in draft if name != "copy"][-4:] == whole for draft in drafts)
+    assert sum(draft.count("launch") == 2 for draft in drafts) > 0
     assert not [name for name, *_ in log[start:] if name in ("malloc", "capture")]
 
 
@@ -97,16 +86,12 @@ def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # now with the prompts in the cache
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)
         assert captured() == len(machine.cuda.graphs) <= before + (6 if machine.form.native else LIMITS.max_batch)
-        # One context per profile that is not captured, and one per graph.
-        for network in engine.networks:
-            assert network.engine.contexts <= 2 + len(network._captured)
         assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [
             ("malloc", engine._loaded.layout.total_bytes)
         ]
 
 
-@pytest.mark.parametrize("options", [{"method": "ar"}, {"method": "ddtree", "tree_budget": 16}, {"method": "dflash"}])
-def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, Any]) -> None:
+def test_a_single_request_captures_nothing(machine: Machine) -> None:
     """Whatever its trees: that was done when the engine was opened, which left every slot empty."""
     machine.store_profile()
     with LLM(machine.directory) as llm:
@@ -118,11 +103,9 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
         assert len(engine.target.network._captured) == own * len(buckets(1 + LIMITS.max_tree_budget))
         assert not any(engine.length(slot) or engine.draftable(slot, 99) for slot in range(LIMITS.max_batch))
         start = len(machine.cuda.log)
-        generate(llm, PROMPTS[1:2], **options)
+        for options in ({"method": "ar"}, {"method": "ddtree", "tree_budget": 16}, {"method": "dflash"}):
+            generate(llm, PROMPTS[1:2], **options)
         assert ("capture",) not in machine.cuda.log[start:]
-    engine = open_engine(machine.directory)
-    assert engine.length(0) == 0 and machine.cuda.log[-1][0] != "capture"
-    engine.close()
 
 
 def test_the_graph_unused_longest_makes_room(
@@ -140,13 +123,6 @@ def test_the_graph_unused_longest_makes_room(
     assert captures(third), "in place of the second"
     assert not captures(first) and captures(second) and not captures(first)
     assert len(engine.target.network._captured) == len(machine.cuda.graphs) == 2
-
-
-def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:
-    machine.cuda.fail["cudaGraphInstantiate"] = cudaError_t.cudaErrorMemoryAllocation
-    with pytest.raises(EngineError, match="cudaGraphInstantiate failed with cudaErrorMemoryAllocation"):
-        open_engine(machine.directory, warm=True)
-    assert not machine.cuda.leaks
 
 
 def test_another_thread_may_take_over(engine: TrtEngine) -> None:
@@ -178,7 +154,6 @@ def test_logits_and_states_of_an_earlier_pass_are_gone(engine: TrtEngine) -> Non
         ("cudaStreamSynchronize", cudaError_t.cudaErrorIllegalAddress, False),
         ("cudaGraphInstantiate", cudaError_t.cudaErrorMemoryAllocation, True),
         ("cudaStreamEndCapture", cudaError_t.cudaErrorStreamCaptureInvalidated, True),
-        ("cudaMemcpyAsync", cudaError_t.cudaErrorIllegalAddress, False),
     ],
 )
 def test_errors_carry_cudas_names(

@@ -129,9 +129,7 @@ def no_library(machine: Machine, patch: pytest.MonkeyPatch) -> None:
 TENSORRT = tuple(FORMS)
 REFUSALS = {
     "another TensorRT": Refusal(
-        lambda m, _: toolchain(m, tensorrt="11.3.0.9"),
-        ("TensorRT 11.3.0.9", f"found {VERSION}"),
-        forms=TENSORRT,
+        lambda m, _: toolchain(m, tensorrt="11.3.0.9"), ("TensorRT 11.3.0.9", f"found {VERSION}"), forms=TENSORRT
     ),
     "a newer GPU": Refusal(set_cuda(sm=100), ("sm_90 (Pretended GPU)", "found sm_100"), forms=TENSORRT),
     "a GPU of another kind": Refusal(
@@ -140,13 +138,12 @@ REFUSALS = {
     "a GPU that RTX does not serve": Refusal(
         set_cuda(sm=90), ("found sm_90 (Pretended GPU)", "use --backend tensorrt"), rebuild=False, forms=("rtx",)
     ),
+    "an old driver": Refusal(
+        lambda m, _: m.cuda.fail.update(cudaGetDeviceCount=cudaError_t.cudaErrorInsufficientDriver),
+        ("none that CUDA can use",),
+    ),
     "no GPU": Refusal(set_cuda(count=0), ("a GPU of sm", "found none")),
     "another CUDA": Refusal(set_cuda(runtime=12090), ("CUDA 13.x", "found 12.9"), forms=TENSORRT),
-    "an old driver": Refusal(
-        set_cuda(runtime=13010, driver=12080),
-        ("driver for CUDA 13", "CUDA 12.8", "newer NVIDIA driver"),
-        rebuild=False,
-    ),
     "another plugin": Refusal(edit_plugin("name", "7"), ("plugin name '7'",), forms=("plugin",)),
     "another ABI": Refusal(edit_plugin("abi", "7"), ("plugin abi '7'",), forms=("plugin",)),
     "no plugin library": Refusal(no_library, ("make plugins",), MissingDependency, rebuild=False, forms=("plugin",)),

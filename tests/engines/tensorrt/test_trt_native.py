@@ -69,35 +69,6 @@ def test_an_idle_slot_is_left_as_it_is_though_it_is_full(machine: Machine, engin
     assert engine.length(1) == engine.draftable(1, 99) == 0
 
 
-def test_verdicts_come_in_the_order_of_the_call(machine: Machine, engine: TrtEngine) -> None:
-    trees = {slot: random_tree(np.random.default_rng(slot), 4 + slot, 2048) for slot in (2, 0)}
-    for slot in trees:
-        engine.prefill(slot, np.arange(5 + slot, 12 + slot), rows="none", taps=True)
-    together = engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
-    together_logits = [np.asarray(verdict.logits) for verdict in together]
-    for (slot, tree), verdict, logits in zip(trees.items(), together, together_logits, strict=True):
-        (alone,) = engine.verify([VerifyRequest(slot, tree)])
-        np.testing.assert_array_equal(verdict.choices, alone.choices)
-        np.testing.assert_allclose(logits, np.asarray(alone.logits), atol=1e-4)
-
-
-def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:
-    rng = np.random.default_rng(1)
-    for slot in range(LIMITS.max_batch):
-        engine.prefill(slot, rng.integers(5, 2048, 9), rows="none", taps=False)
-    network = engine.networks[-1]
-    for turn in range(2):
-        trees = [random_tree(rng, 30, 2048) for _ in range(LIMITS.max_batch)]
-        engine.verify([VerifyRequest(slot, tree) for slot, tree in enumerate(trees)])
-        waits = engine.device.waits
-        for slot, tree in enumerate(trees):
-            path = path_to(tree, 29)
-            assert int(path[-1]) != len(path) - 1, "the path has a gap"
-            engine.commit(slot, path, taps=False)
-        assert engine.device.waits == waits
-        assert len(network._captured) == LIMITS.max_batch, turn
-
-
 def test_a_hybrid_comes_back_to_the_states_it_kept(tmp_path: Path) -> None:
     """Of two slots, at every 8th token and before a prompt's last: what was committed behind leaves no trace."""
     target, drafter = make_pair(tmp_path, family=QWEN3_5, num_layers=4, max_positions=512)

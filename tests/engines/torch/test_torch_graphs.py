@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,18 +50,14 @@ class FakeCuda:
             finally:
                 self.stream = before
 
-        def made(name: str) -> Any:
-            def make() -> str:
-                self.log.append(name)
-                return name
+        def make(name: str) -> str:
+            self.log.append(name)
+            return name
 
-            return make
-
-        def forbidden(*_: object, **__: object) -> None:
-            pytest.fail("a capture needs no wait and no emptied cache")
-
-        fakes = {"graph_pool_handle": made("pool"), "Stream": made("side"), "CUDAGraph": Graph, "stream": stream}
-        for name, fake in {**fakes, **dict.fromkeys(("graph", "synchronize", "empty_cache"), forbidden)}.items():
+        fakes: dict[str, Any] = {"graph_pool_handle": partial(make, "pool"), "Stream": partial(make, "side")}
+        fakes |= {"CUDAGraph": Graph, "stream": stream}
+        fakes |= dict.fromkeys(("graph", "synchronize", "empty_cache"))  # a capture needs none of them
+        for name, fake in fakes.items():
             patch.setattr(torch.cuda, name, fake)
 
     def work(self, name: str) -> Any:

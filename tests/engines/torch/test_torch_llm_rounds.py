@@ -2,7 +2,6 @@
 output, which requests have them, and what they draw."""
 
 import gc
-import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -189,25 +188,7 @@ def test_profiling_waits_for_rounds_under_way(
     assert len(settled) == chunks + output.metrics.rounds
 
 
-def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
-    """While a round is under way for it and for another, which goes on undisturbed."""
-    expected = host.generate(prompts[:3], greedy(16, ignore_eos=True))
-    gone = device.stream(prompts[0], greedy(16, ignore_eos=True))
-    stays = device.stream(prompts[1], greedy(16, ignore_eos=True))
-    parts = [next(stays), next(stays)]
-    assert next(gone)
-    gone.close()
-    assert device.core.scheduler.free_slots == SLOTS - 1
-    later = device.stream(prompts[2], greedy(16, ignore_eos=True))
-    said = [next(later)]
-    parts += list(stays)
-    said += list(later)
-    for found, output in ((parts, expected[1]), (said, expected[2])):
-        assert [t for p in found for t in p.outputs[0].token_ids] == output.outputs[0].token_ids
-    assert device.core.scheduler.free_slots == SLOTS
-
-
-@pytest.mark.parametrize("rounds", [120, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("rounds", [90, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_nothing_grows_with_the_rounds(
     rounds: int, directory: Path, prompts: list[Any], replayed: Counter[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,28 +286,17 @@ def test_an_engine_is_closed_when_its_rounds_are_done(directory: Path, monkeypat
 
 
 def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Path) -> None:
-    def run(*words: str) -> Any:
-        return CliRunner().invoke(app, [words[0], str(directory), *words[1:]])
+    def run(*words: str, engine: Path = directory) -> str:
+        done = CliRunner().invoke(app, [words[0], str(engine), *words[1:]])
+        return f"{done.output}{done.exception}"
 
-    asked = ("run", "-p", "Once", "--max-tokens", "6", "--threads", "1")
-    on = (*asked, "--tree-budget", "8", "--device-rounds", "on")
-    output = run(*on, "--json")
-    assert output.exit_code == 0, output.output
-    metrics = json.loads(output.output)["metrics"]
-    assert (metrics["on_device"], metrics["why_host"]) == (True, None)
-    assert "rounds on the device" in run(*on).output
-    assert "did not stay on the device: there is no GPU" in run(*asked, "--tree-budget", "8", "--show-tree").output
-    for words, message in (
-        ((*on, "--show-tree"), "its trees are watched"),
-        ((*asked, "--device-rounds", "on", "--min-p", "0.1", "--temperature", "1"), "min_p works on logits"),
-        ((*asked, "--device-rounds", "maybe"), "'maybe' is not one of 'auto', 'on', 'off'"),
-    ):
-        refused = run(*words)
-        assert refused.exit_code == 2 or isinstance(refused.exception, UsageError)
-        assert message in f"{refused.output}{refused.exception}"
-    assert "on a GPU, methods ar, dflash and ddtree" in run("inspect").output
-    other = CliRunner().invoke(app, ["inspect", str(tiny_engine)])
-    assert "none: the onnxruntime backend builds trees on the host" in other.output
+    asked = ("run", "-p", "Once", "--max-tokens", "6", "--threads", "1", "--tree-budget", "8")
+    on = (*asked, "--device-rounds", "on")
+    assert "rounds on the device" in run(*on)
+    assert "did not stay on the device: there is no GPU" in run(*asked, "--show-tree")
+    assert "its trees are watched" in run(*on, "--show-tree")
+    assert "on a GPU, methods ar, dflash and ddtree" in run("inspect")
+    assert "none: the onnxruntime backend builds trees on the host" in run("inspect", engine=tiny_engine)
 
 
 # At a temperature
@@ -338,7 +308,7 @@ def test_device_and_host_draw_the_same_tokens(
 ) -> None:
     """One rule: with one seed, rounds on the device, by stages and without drafts give one text, and another seed gives
     another."""
-    drawn = {"temperature": temperature, "seed": 1, "max_tokens": 60, "n": 2}
+    drawn = {"temperature": temperature, "seed": 1, "max_tokens": 32, "n": 2}
     wanted = [greedy(budget, **drawn) for budget in budgets]
     wanted += [greedy("auto", method=method, **drawn) for method in ("ar", "dflash")]
     outputs = [device.generate(prompts[:3], params) for params in wanted]

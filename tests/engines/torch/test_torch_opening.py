@@ -1,8 +1,6 @@
 """What the PyTorch engine needs of the machine and of its files."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,33 +42,19 @@ def test_kernels_missing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch_attention.attention_for(cuda, torch.float32, 128, scratch).kernels
 
 
-PRODUCTS = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
-PRODUCTS += ["allow_tf32", "allow_fp16_accumulation"]
-
-
-@pytest.fixture
-def products() -> Iterator[Any]:
-    """PyTorch's settings of matrix products on a GPU, all loose."""
+def test_sums_of_products_stay_single_on_a_gpu(directory: Path) -> None:
     settings = torch.backends.cuda.matmul
-    before = {name: getattr(settings, name) for name in PRODUCTS}
-    for name in PRODUCTS:
+    names = ["allow_tf32", "allow_fp16_accumulation"]
+    names += [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    before = {name: getattr(settings, name) for name in names}
+    for name in names:
         setattr(settings, name, True)
-    yield settings
+    with pytest.raises((AssertionError, RuntimeError, KeyError)):  # there is no GPU, or no weight, to go on with
+        TorchEngine(load_manifest(directory), {}, torch.device("cuda"))
+    found = [getattr(settings, name) for name in names]
     for name, value in before.items():
         setattr(settings, name, value)
-
-
-def test_sums_of_products_stay_single_on_a_gpu(directory: Path, products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening on a GPU turns off what PyTorch leaves on: sums of a product's parts in half precision."""
-    built = load_manifest(directory)
-    TorchEngine.open(directory, built).close()
-    assert all(getattr(products, name) for name in PRODUCTS)  # a CPU engine leaves the process alone
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.choose_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.check_device", lambda *_: None)
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.read_weights", lambda *_: {})
-    with pytest.raises((AssertionError, RuntimeError)):  # there is no GPU to go on with
-        TorchEngine.open(directory, built)
-    assert not any(getattr(products, name) for name in PRODUCTS)
+    assert not any(found)
 
 
 def test_a_weight_file_of_another_model(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, Verdict,
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
-from ddtree_trt.runtime.engines.torch.parallel.split import Vocabulary
 from ddtree_trt.runtime.engines.torch.products import Products, Weight
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.params import SamplingParams
@@ -172,29 +171,6 @@ def test_the_kernels_are_called_right(
             np.testing.assert_allclose(found[slot].logits, expected[slot].logits, atol=error * scale)
         for engine in (plain, kernels):
             commit(engine, trees)
-
-
-@pytest.mark.parametrize("kind", ["drafter", "dspark", "eagle3"])
-def test_candidates_of_every_drafter_are_the_kernels(
-    kind: str, open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of the same logits PyTorch takes the same."""
-    build_torch_engine(PACKAGED / "target", PACKAGED / kind, tmp_path / "e", precision="bf16", max_batch=1).close()
-    engine, most_probable, asked = open_on_kernels(tmp_path / "e"), Vocabulary.most_probable, list[bool]()
-
-    def in_pytorch(self: Vocabulary, logits: Any, k: int, *, kernels: bool, normalised: bool = True) -> Any:
-        asked.append(kernels)
-        return most_probable(self, logits, k, kernels=False, normalised=normalised)
-
-    def draft() -> Any:
-        fill(engine, (30,))
-        return engine.draft([DraftRequest(0, 5, 20, 4)])[0].candidates
-
-    found = draft()
-    monkeypatch.setattr(Vocabulary, "most_probable", in_pytorch)
-    for name, expected in vars(draft()).items():
-        np.testing.assert_allclose(getattr(found, name), expected, atol=1e-5)
-    assert asked and all(asked)
 
 
 def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

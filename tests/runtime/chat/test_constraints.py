@@ -10,11 +10,11 @@ import pytest
 from engine_builds import PACKAGED
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, ToolFormat, XmlCalls
 from ddtree_trt.runtime.chat.constraints import constraint as constraint_of
 from ddtree_trt.runtime.chat.constraints import literal
-from ddtree_trt.runtime.chat.parsers import HERMES, LLAMA3_JSON, QWEN3_CODER
-from ddtree_trt.runtime.chat.reader import ToolFormat, read_message
+from ddtree_trt.runtime.chat.parsers import ToolParser
+from ddtree_trt.runtime.chat.reader import read_message
 from ddtree_trt.runtime.chat.tools import read_use
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.structured.record import StructuredOutput
@@ -67,10 +67,10 @@ def coder(name: str, arguments: dict[str, Any]) -> str:
 
 
 Write = Callable[[str, dict[str, Any]], str]
-FORMATS: dict[str, tuple[Write, str, ToolFormat]] = {
-    HERMES: (hermes, "\n", TaggedJson()),
-    LLAMA3_JSON: (llama, "; ", BareJson()),
-    QWEN3_CODER: (coder, "\n", XmlCalls(read_use(TOOLS, None, None).schemas)),
+FORMATS: dict[ToolParser, tuple[Write, str, ToolFormat]] = {
+    "hermes": (hermes, "\n", TaggedJson()),
+    "llama3_json": (llama, "; ", BareJson()),
+    "qwen3_coder": (coder, "\n", XmlCalls(read_use(TOOLS, None, None).schemas)),
 }
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("f", {"text": "a\nb </div> <x", "n": -3, "unit": "f"}),
@@ -82,7 +82,7 @@ BAD += [("other", {}), ("f", {"text": "x", "unit": "k"})]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_must_be_a_call(name: str) -> None:
+def test_what_must_be_a_call(name: ToolParser) -> None:
     write, between, tools = FORMATS[name]
     constraint = constraint_of(name, read_use(TOOLS, "required", None), "never")
     assert constraint is not None and constraint.after is None
@@ -102,7 +102,7 @@ def test_what_must_be_a_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_may_be_a_call(name: str) -> None:
+def test_what_may_be_a_call(name: ToolParser) -> None:
     """Free up to the first call's opening, then calls; free altogether where no tool is strict."""
     write, between, _ = FORMATS[name]
     constraint = constraint_of(name, read_use(TOOLS, "auto", None), "possible")
@@ -149,7 +149,7 @@ def test_xml_values_satisfy_their_schema(of_value: Any, values: list[Any], other
     arguments = {"type": "object", "properties": {"v": of_value}, "required": ["v"]}
     for schema in ({**arguments, "$defs": defs}, {"$ref": "#/$defs/all", "$defs": {**defs, "all": arguments}}):
         use = read_use(strict(schema), "required", None)
-        constraint = constraint_of(QWEN3_CODER, use, "never")
+        constraint = constraint_of("qwen3_coder", use, "never")
         assert constraint is not None and not allows(constraint, coder("f", {}))
         for value in values:
             text = coder("f", {"v": value})
@@ -170,13 +170,6 @@ NOT_HELD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("of_value", "message"), NOT_HELD, ids=[message for _, message in NOT_HELD])
-def test_what_xml_calls_cannot_be_held_to_is_refused(of_value: Any, message: str) -> None:
-    schema = {"properties": {"v": of_value}, "$defs": {"unit": {"enum": ["c"]}}}
-    with pytest.raises(UsageError, match=rf"tools: calls of f, .* because of .*{message}.*; leave that out, or"):
-        constraint_of(QWEN3_CODER, read_use(strict(schema), None, None), "never")
-
-
 OF_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"x>y": TEXT}}, "the name 'x>y'"),
     ({"properties": {}, "required": ["z"]}, "'z', which it requires and does not describe"),
@@ -188,20 +181,19 @@ OF_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "message"), OF_ARGUMENTS, ids=[message for _, message in OF_ARGUMENTS])
-def test_arguments_that_xml_calls_cannot_be_held_to_are_refused(schema: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        constraint_of(QWEN3_CODER, read_use(strict(schema), None, None), "never")
+REFUSED = [({"properties": {"v": of_value}, "$defs": {"unit": {"enum": ["c"]}}}, text) for of_value, text in NOT_HELD]
+REFUSED += OF_ARGUMENTS
 
 
-def test_xml_values_of_other_schemas() -> None:
-    """Definitions are found; where a schema says nothing of parameters, they have any names."""
-    schema = {"properties": {"v": {"type": "array", "items": VALUE}}, "$defs": {"value": {"type": "boolean"}}}
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": schema}},
-        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
-    ]
-    constraint = constraint_of(QWEN3_CODER, read_use(tools, "required", None), "never")
-    assert constraint is not None
-    assert allows(constraint, coder("f", {"v": [True, False]})) and not allows(constraint, coder("f", {"v": [1]}))
-    assert allows(constraint, coder("g", {"any": "x", "thing": 5}))
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_xml_calls_cannot_be_held_to_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=rf"tools: calls of f, .* because of .*{message}.*; leave that out, or"):
+        constraint_of("qwen3_coder", read_use(strict(schema), None, None), "never")
+
+
+def test_parameters_of_which_a_schema_says_nothing_have_any_names() -> None:
+    use = read_use(
+        [{"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}], "required", None
+    )
+    constraint = constraint_of("qwen3_coder", use, "never")
+    assert constraint is not None and allows(constraint, coder("g", {"any": "x", "thing": 5}))

@@ -87,11 +87,6 @@ class FakeCuda:
         held |= {"recorded": self._recorded, "streams": dict.fromkeys(self.streams)}
         return [name for name, things in held.items() if things]
 
-    @property
-    def pending(self) -> int:
-        """How much on the stream has not happened yet."""
-        return len(self._queue)
-
     def enqueue(self, work: Work, *entry: Any) -> None:
         """Put work on the stream, or into the graph that is being recorded."""
         assert self.streams

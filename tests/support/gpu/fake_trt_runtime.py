@@ -70,7 +70,6 @@ class FakeTrt:
         self.cuda, self.plans = cuda, plans
         self.calls: list[tuple[Any, ...]] = []
         self.loaded: list[str] = []
-        self.takes_plugins = True
         self.compiled = 0  # kernels that TensorRT for RTX had to compile
         for engine in plans.values():
             engine.trt = self
@@ -89,7 +88,7 @@ class FakeTrt:
     @property
     def all_creators(self) -> list[Any]:
         identity = {"plugin_version": plugins.VERSION, "plugin_namespace": plugins.NAMESPACE}
-        names = plugins.NAMES if self.loaded and self.takes_plugins else ()
+        names = plugins.NAMES if self.loaded else ()
         return [SimpleNamespace(name=name, **identity) for name in names]
 
     def load_library(self, path: str) -> object:

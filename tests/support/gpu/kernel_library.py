@@ -2,99 +2,54 @@
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 from ddtree_trt.errors import EngineError
 
 
-class _TreeAttention(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "q k v past_k past_v present_k present_v".split()),
-        *((name, ctypes.c_void_p) for name in "slot_ids past_len tree_mask out workspace".split()),
-        ("workspace_bytes", ctypes.c_size_t),
-        *((name, ctypes.c_int32) for name in "sequences tokens q_heads kv_heads head_dim slots capacity".split()),
-        *((name, ctypes.c_int32) for name in "mask_words type mask_mode".split()),
-        ("scale", ctypes.c_float),
-        ("splits", ctypes.c_int32),
-    ]
+def _arguments(*fields: tuple[Any, str]) -> type[ctypes.Structure]:
+    """A struct whose fields are the names in each text, of the type beside it."""
+    names = [(name, kind) for kind, text in fields for name in text.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": names})
 
 
-class _DraftTop(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "logits best ids".split()),
-        *((name, ctypes.c_int32) for name in "rows vocabulary candidates_k normalised".split()),
-    ]
-
-
-class _TreeBuild(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "log_probs candidates root_tokens budgets past_len".split()),
-        *((name, ctypes.c_void_p) for name in "token_ids parents depths positions counts".split()),
-        *((name, ctypes.c_void_p) for name in "log_weights outlook_depths".split()),
-        *((name, ctypes.c_int32) for name in "sequences positions_l candidates_k tokens outlook".split()),
-    ]
-
-
-class _PackedMask(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "parents mask".split()),
-        *((name, ctypes.c_int32) for name in "sequences tokens mask_words".split()),
-    ]
-
-
-class _TokenChoice(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "logits positions temperatures seeds choices".split()),
-        *((name, ctypes.c_int32) for name in "sequences tokens vocabulary".split()),
-    ]
-
-
-class _RoundCommit(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "parents token_ids choices counts log_weights outlook_depths".split()),
-        *(
-            (name, ctypes.c_void_p)
-            for name in "slot_ids holds active before tapped cache waiting states result".split()
-        ),
-        *((name, ctypes.c_int32) for name in "sequences tokens longest outlook planes slots kv_heads".split()),
-        *((name, ctypes.c_int32) for name in "capacity waiting_rows row_bytes state_bytes".split()),
-    ]
-
-
-class _KvCompact(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "cache slot_ids past_len keep keep_count".split()),
-        *((name, ctypes.c_int32) for name in "sequences planes slots kv_heads capacity max_keep row_bytes".split()),
-    ]
-
-
-class _DeltaTree(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "mixed log_decays steps parents states slot_ids".split()),
-        *((name, ctypes.c_void_p) for name in "out keys updates decays".split()),
-        *((name, ctypes.c_int32) for name in "sequences tokens slots key_heads value_heads".split()),
-        *((name, ctypes.c_int32) for name in "key_dim value_dim".split()),
-    ]
-
-
-class _DeltaCommit(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "states past keys updates decays inputs path".split()),
-        *((name, ctypes.c_int32) for name in "first path_rows slot slots layers rows key_heads".split()),
-        *((name, ctypes.c_int32) for name in "value_heads key_dim value_dim past_rows single type".split()),
-    ]
-
-
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
 # Function of the library → the structure it takes; headers of include/ddtree say what the fields mean.
 CALLS: dict[str, type[ctypes.Structure]] = {
-    "tree_attention": _TreeAttention,
-    "draft_top": _DraftTop,
-    "build_tree": _TreeBuild,
-    "packed_mask": _PackedMask,
-    "choose": _TokenChoice,
-    "commit": _RoundCommit,
-    "compact": _KvCompact,
-    "delta_tree": _DeltaTree,
-    "delta_commit": _DeltaCommit,
+    "tree_attention": _arguments(
+        (_POINTER, "q k v past_k past_v present_k present_v slot_ids past_len tree_mask out workspace"),
+        (ctypes.c_size_t, "workspace_bytes"),
+        (_INT, "sequences tokens q_heads kv_heads head_dim slots capacity mask_words type mask_mode"),
+        (ctypes.c_float, "scale"),
+        (_INT, "splits"),
+    ),
+    "draft_top": _arguments((_POINTER, "logits best ids"), (_INT, "rows vocabulary candidates_k normalised")),
+    "build_tree": _arguments(
+        (_POINTER, "log_probs candidates root_tokens budgets past_len token_ids parents depths positions counts"),
+        (_POINTER, "log_weights outlook_depths"),
+        (_INT, "sequences positions_l candidates_k tokens outlook"),
+    ),
+    "packed_mask": _arguments((_POINTER, "parents mask"), (_INT, "sequences tokens mask_words")),
+    "choose": _arguments(
+        (_POINTER, "logits positions temperatures seeds choices"), (_INT, "sequences tokens vocabulary")
+    ),
+    "commit": _arguments(
+        (_POINTER, "parents token_ids choices counts log_weights outlook_depths"),
+        (_POINTER, "slot_ids holds active before tapped cache waiting states result"),
+        (_INT, "sequences tokens longest outlook planes slots kv_heads capacity waiting_rows row_bytes state_bytes"),
+    ),
+    "compact": _arguments(
+        (_POINTER, "cache slot_ids past_len keep keep_count"),
+        (_INT, "sequences planes slots kv_heads capacity max_keep row_bytes"),
+    ),
+    "delta_tree": _arguments(
+        (_POINTER, "mixed log_decays steps parents states slot_ids out keys updates decays"),
+        (_INT, "sequences tokens slots key_heads value_heads key_dim value_dim"),
+    ),
+    "delta_commit": _arguments(
+        (_POINTER, "states past keys updates decays inputs path"),
+        (_INT, "first path_rows slot slots layers rows key_heads value_heads key_dim value_dim past_rows single type"),
+    ),
 }
 
 # Index = ddtree::Status of include/ddtree/launch.h.
@@ -132,7 +87,8 @@ class KernelLibrary:
 
     def attention_workspace_bytes(self, **fields: object) -> int:
         """Bytes of scratch a `tree_attention` call of these extents needs; 0 when it needs none."""
-        return int(self._library.ddtree_attention_workspace_bytes(ctypes.byref(_TreeAttention(**fields))))
+        arguments = CALLS["tree_attention"](**fields)
+        return int(self._library.ddtree_attention_workspace_bytes(ctypes.byref(arguments)))
 
     def launch(self, call: str, stream: int | None = None, **fields: object) -> None:
         """Put one of `CALLS` on a stream; fields left out are null or 0. Raises EngineError when it is refused."""

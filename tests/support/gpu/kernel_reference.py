@@ -46,10 +46,8 @@ def attention(
     mode: MaskMode,
     scale: float,
 ) -> tuple[NDArray[np.float64], Float, Float]:
-    """(attn [N, T, Hq, D] float64, present_k, present_v): the caches are copies with the T new rows appended.
-
-    A token that sees nothing (no past and an empty mask row) gets zeros.
-    """
+    """(attn [N, T, Hq, D] float64, present_k, present_v): the caches are copies with the T new rows appended. A token
+    that sees nothing (no past and an empty mask row) gets zeros."""
     sequences, tokens, q_heads, _ = q.shape
     slots, kv_heads, capacity, _ = past_k.shape
     group = q_heads // kv_heads
@@ -76,11 +74,8 @@ def attention(
 
 
 def compact(cache: NDArray[Any], slot_ids: Int32, past_len: Int32, keep: Int32, keep_count: Int32) -> NDArray[Any]:
-    """A copy of cache [planes, slots, Hkv, S, D] where row past_len + keep[j] became row past_len + j.
-
-    keep [N, M] must be strictly increasing and not negative; its first entry that is not, or that lies outside the
-    slot, ends the list.
-    """
+    """A copy of cache [planes, slots, Hkv, S, D] where row past_len + keep[j] became row past_len + j. The first entry
+    of keep [N, M] that does not rise, is negative or lies outside the slot, ends the list."""
     result = cache.copy()
     _, slots, _, capacity, _ = cache.shape
     for n in range(len(slot_ids)):
@@ -109,10 +104,8 @@ def draft_top(logits: Float, k: int, *, normalised: bool) -> tuple[NDArray[np.fl
 
 
 def packed_mask(parents: Int32, words: int | None = None) -> Int32:
-    """int32 [T, W]: bit j % 32 of word j / 32 of row i is set when j is i or an ancestor of i.
-
-    A parent that does not precede its child ends the climb.
-    """
+    """int32 [T, W]: bit j % 32 of word j / 32 of row i is set when j is i or an ancestor of i. A parent that does not
+    precede its child ends the climb."""
     tokens = len(parents)
     columns = 32 * (words if words is not None else -(-tokens // 32))
     seen = np.zeros((tokens, columns), np.uint8)
@@ -136,10 +129,8 @@ def choose(logits: Float, positions: Int32, temperatures: Float, seeds: NDArray[
 
 
 def walk(parents: Int32, token_ids: Int32, choices: Int32, count: int) -> list[int]:
-    """The accepted path, root first: at each node the first later child whose token is the target's choice there.
-
-    parents, token_ids (the root's included) and choices are [T]; nodes at and after `count` are padding.
-    """
+    """The accepted path, root first: at each node the first later child whose token is the target's choice there. All
+    are [T], the root's token included; nodes at and after `count` are padding."""
     path = [0]
     for node in range(1, min(max(count, 1), len(parents))):
         if parents[node] == path[-1] and token_ids[node] == choices[path[-1]]:
@@ -196,10 +187,8 @@ def random_commit(rng: np.random.Generator, tokens: int, longest: int, outlook: 
 def delta_tree(
     mixed: Float, log_decays: Float, steps: Float, parents: Int32, states: Float, heads: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(results [T, Hv, Dv], the state [T, Hv, Dk, Dv] behind each node) of one sequence by the recurrence, float64.
-
-    mixed [T, C], log_decays and steps [T, Hv], parents [T], states [Hv, Dk, Dv]; heads are Hk and Dk.
-    """
+    """(results [T, Hv, Dv], the state [T, Hv, Dk, Dv] behind each node) of one sequence by the recurrence, float64, of
+    mixed [T, C], log_decays and steps [T, Hv], parents [T], states [Hv, Dk, Dv]; heads are Hk and Dk."""
     (key_heads, dim), (value_heads, _, width) = heads, states.shape
     q, k, v = np.split(mixed.astype(np.float64), [key_heads * dim, 2 * key_heads * dim], -1)
     q, k = (x.reshape(-1, key_heads, dim).repeat(value_heads // key_heads, 1) for x in (q, k))

@@ -30,17 +30,14 @@ BUILD = ROOT / "build" / "plugins-test"
 
 
 @cache
-def trt_headers() -> Path | None:
-    folder = Path(os.environ.get("DDTREE_TRT_INCLUDE_DIR") or ROOT / "build" / "tensorrt" / "include")
-    return folder if (folder / "NvInferRuntime.h").is_file() else None
-
-
-def _build(folder: Path, *options: str) -> str | None:
+def _build(name: str, *options: str) -> str | None:
     """None when it worked, else what was missing or the end of the compiler's words."""
+    folder = BUILD / name
     for tool in ("cmake", "c++"):
         if shutil.which(tool) is None:
             return f"no {tool}"
-    configure = ["cmake", "-S", str(ROOT / "cpp_plugins"), "-B", str(folder), "-DDDTREE_HOST=OFF", *options]
+    options = ("-DDDTREE_HOST=OFF", "-DDDTREE_EMULATOR=ON", *options)
+    configure = ["cmake", "-S", str(ROOT / "cpp_plugins"), "-B", str(folder), *options]
     with FileLock(f"{folder}.lock"):
         for command in (configure, ["cmake", "--build", str(folder)]):
             run = subprocess.run(command, capture_output=True, text=True)
@@ -49,51 +46,34 @@ def _build(folder: Path, *options: str) -> str | None:
     return None
 
 
-def _built(problem: str | None, folder: Path) -> Path:
-    if problem is not None and problem.startswith("no "):
+def _built(name: str, *options: str) -> Path:
+    problem = _build(name, *options)
+    if problem is not None and (problem.startswith("no ") or "CUDAToolkit" in problem):
         pytest.skip(f"skipped: {problem}")
     assert problem is None, problem
-    return folder
-
-
-@cache
-def _emulator() -> str | None:
-    return _build(BUILD / "kernels", "-DDDTREE_EMULATOR=ON")
+    return BUILD / name
 
 
 @cache
 def emulated_kernels() -> KernelLibrary:
     """The kernels on the CPU: arrays are NumPy's, streams are None."""
-    return KernelLibrary(_built(_emulator(), BUILD / "kernels") / "libddtree_emulated.so")
-
-
-@cache
-def _glue(headers: Path) -> str | None:
-    return _build(BUILD / "glue", "-DDDTREE_EMULATOR=ON", f"-DDDTREE_TRT_INCLUDE_DIR={headers}")
+    return KernelLibrary(_built("kernels") / "libddtree_emulated.so")
 
 
 def glue() -> Path:
     """Folder of the glue test program and of the plugin library on emulated kernels."""
-    headers = trt_headers()
-    if headers is None:
+    headers = Path(os.environ.get("DDTREE_TRT_INCLUDE_DIR") or ROOT / "build" / "tensorrt" / "include")
+    if not (headers / "NvInferRuntime.h").is_file():
         pytest.skip("skipped: no TensorRT headers (cpp_plugins/README.md says how to have them)")
-    problem = _glue(headers)
-    if problem is not None and "CUDAToolkit" in problem:
-        pytest.skip("skipped: no CUDA headers, which the TensorRT headers include")
-    return _built(problem, BUILD / "glue")
-
-
-@cache
-def _torch() -> str | None:
-    options = ("-DDDTREE_EMULATOR=ON", "-DDDTREE_TORCH=ON", f"-DPython_EXECUTABLE={sys.executable}")
-    return _build(BUILD / "torch", *options)
+    return _built("glue", f"-DDDTREE_TRT_INCLUDE_DIR={headers}")
 
 
 def torch_operators() -> Path:
     """The torch operators on emulated kernels."""
     if os.environ.get("DDTREE_TEST_TORCH") != "1":
         pytest.skip("skipped: compiling against torch takes long; `make plugins-test` asks for it")
-    return _built(_torch(), BUILD / "torch") / "libddtree_emulated_torch.so"
+    options = ("-DDDTREE_TORCH=ON", f"-DPython_EXECUTABLE={sys.executable}")
+    return _built("torch", *options) / "libddtree_emulated_torch.so"
 
 
 def lean_python() -> str:

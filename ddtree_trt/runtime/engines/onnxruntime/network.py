@@ -1,5 +1,4 @@
-"""One network in ONNX Runtime: a session whose passes take the rows of several slots, and the cache of all slots, which
-the graph's attention writes in place."""
+"""A network in ONNX Runtime: its session, whose passes take rows of several slots, and the cache of all slots."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -69,10 +68,10 @@ class States:
 
     def __init__(self, dims: TransformerDims, limits: Limits) -> None:
         assert dims.delta is not None, "a network of attention alone has no states"
-        self._net = dims.delta
-        shape = (len(dims.delta_layers), limits.max_batch, self._net.state_values)
-        self.values = np.zeros(shape, np.float32)  # as `DDTreeDeltaNet` reads them
-        self.moves = np.empty((shape[0], 0, self._net.moved_values), np.float32)  # of the last pass
+        d, layers = dims.delta, len(dims.delta_layers)
+        self._shape = (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps)
+        self.values = np.zeros((layers, limits.max_batch, d.state_values), np.float32)  # as `DDTreeDeltaNet` reads them
+        self.moves = np.empty((layers, 0, d.moved_values), np.float32)  # of the last pass
         self.snapshots = Snapshots[NDArray[np.float32]](limits.max_batch, limits.snapshot_every)
 
     def commit(self, slot: int, rows: NDArray[np.int32], length: int, *, prompt_ends: bool) -> None:
@@ -84,9 +83,7 @@ class States:
         self._move(slot, rows)
 
     def _move(self, slot: int, rows: NDArray[np.int32]) -> None:
-        d = self._net
-        shape = (d.key_heads, d.value_heads, d.key_dim, d.value_dim, d.taps)
-        _native.commit_delta(self.values, self.moves, slot, np.ascontiguousarray(rows), *shape)
+        _native.commit_delta(self.values, self.moves, slot, np.ascontiguousarray(rows), *self._shape)
 
     def restore(self, slot: int, length: int) -> None:
         """Go back to a kept state, or to 0, and forget later ones."""
@@ -117,11 +114,7 @@ class OrtCache(SlotLengths):
         if path[-1] != len(path) - 1:
             _native.compact_cache(self.buffer, slot, *self._shape, self.lengths[slot], path)
         if self.states is not None:
-            if slot not in self.first_rows:
-                raise EngineError(
-                    f"slot {slot} was not in the last pass, so there is nothing to commit; verify it again"
-                )
-            rows = path + np.int32(self.first_rows.pop(slot))
+            rows = path + np.int32(self.first_rows[slot])
             self.states.commit(slot, rows, self.lengths[slot], prompt_ends=prompt_ends)
         self.append(slot, len(path))
 
@@ -150,14 +143,10 @@ class OrtNetwork:
         self._bound: dict[str, NDArray[Any]] = {}
 
     def _check_graph(self, path: Path, manifest: Manifest, widths: Mapping[str, int]) -> None:
-        """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it, which
-        would otherwise fail in the first pass or give wrong numbers."""
+        """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it."""
         shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
-        layers, count = shapes.get(names.CACHE, [0])[0], len(self.dims.attention_layers)
-        if layers != count:
-            raise ArtifactError(f"{path} has {layers} layers, the manifest says {count}; rebuild the engine")
         head_bytes = cpu_cache_bytes(self.dims.head_dim, manifest.limits, manifest.precision)
-        cache = {2: self.dims.num_kv_heads, 3: head_bytes}
+        cache = {0: len(self.dims.attention_layers), 2: self.dims.num_kv_heads, 3: head_bytes}
         expected = {names.CACHE: cache} | {name: {-1: width} for name, width in widths.items()}
         if (d := self.dims.delta) and self.dims.delta_layers:
             states = {names.STATES: d.state_values, names.MOVES: d.moved_values}
@@ -190,14 +179,12 @@ class OrtNetwork:
             inputs |= {names.STATES: states.values, names.MOVES: states.moves}
             starts = accumulate((rows.nodes for rows in slots), initial=0)
             self.cache.first_rows = {rows.slot: start for rows, start in zip(slots, starts, strict=False)}
-        for name, array in inputs.items():
-            if self._bound.get(name) is not array:
-                self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-                self._bound[name] = array
-        for name, array in outputs.items():
-            if self._bound.get(name) is not array:
-                self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
-                self._bound[name] = array
+        ends = ((inputs, self._binding.bind_ortvalue_input), (outputs, self._binding.bind_ortvalue_output))
+        for arrays, bind in ends:
+            for name, array in arrays.items():
+                if self._bound.get(name) is not array:
+                    bind(name, ort.OrtValue.ortvalue_from_numpy(array))
+                    self._bound[name] = array
         try:
             self.session.run_with_iobinding(self._binding)
         except Exception as error:
@@ -206,8 +193,7 @@ class OrtNetwork:
 
 @dataclass(frozen=True)
 class Pass:
-    """The results of a pass over a tree of T rows, of which R are asked for. The arrays are overwritten by the next
-    pass."""
+    """The results of a pass over a tree of T rows, of which R are asked for, until the next pass."""
 
     choices: NDArray[np.int64]  # [R]
     logits: NDArray[np.float32]  # [R, V]
@@ -248,10 +234,6 @@ class OrtLanguageModel(OrtNetwork):
         placed = [SlotRows(r.slot, size) for r, size in zip(requests, sizes, strict=True)]
         parents = np.concatenate([r.tree.parents for r in requests])
         self.run(placed, {names.TOKEN_IDS: token_ids, names.ROWS: rows}, outputs, parents)
-        choices, passes, first = logits.argmax(-1), list[Pass](), 0
-        for count, start, end in zip(counts, starts, starts[1:], strict=False):
-            own = slice(first, first + count)
-            tapped = None if taps is None else taps[0, start:end]
-            passes.append(Pass(choices[own], logits[own], tapped))
-            first = own.stop
-        return passes
+        choices, own = logits.argmax(-1), [0, *accumulate(counts)]
+        parts = zip(map(slice, own, own[1:]), map(slice, starts, starts[1:]), strict=True)
+        return [Pass(choices[rows], logits[rows], None if taps is None else taps[0, every]) for rows, every in parts]

@@ -1,5 +1,4 @@
-"""Commits of a TensorRT engine: compaction of a verified tree's accepted rows, in the target's cache and in the pass's
-tapped states, and the states of a hybrid's delta nets."""
+"""Commits of a TensorRT engine: accepted rows move to the front, in the cache and the tapped states."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,8 +20,7 @@ _NONE = np.empty(0, np.int32)
 
 
 class Compaction:
-    """Moves accepted rows to the front of the window by the third plan, one captured pass per slot. It waits for
-    nothing."""
+    """Moves accepted rows to the front of the window by the third plan, one captured pass per slot."""
 
     def __init__(self, network: TrtNetwork, rows: int, uploads: Sequence[Upload], state_bytes: int) -> None:
         """`network` runs the plan on a cache of `rows` rows a slot (S). `uploads`: one for each slot, so that the
@@ -32,7 +30,7 @@ class Compaction:
         self._keep_shape = tuple(network.engine.get_tensor_shape(names.KEEP))  # [K], or with our plugin [1, K]
         self._uploads = uploads
         self._state_bytes = state_bytes
-        self.advances = names.TAKEN in io_tensors(network.engine)  # whether a commit has to advance states
+        self._advances = names.TAKEN in io_tensors(network.engine)  # whether a commit has to advance states
 
     def move(
         self,
@@ -43,10 +41,9 @@ class Compaction:
         states: int | None,
         cuts: Mapping[int, Callable[[], None]] = MappingProxyType({}),
     ) -> None:
-        """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise rows path[j] of
-        the tree's tapped states, at the address `states`, to j. `path` rises. A hybrid's states advance by these rows
-        of the pass, of which `first` is the tree's first, and what `cuts` says is done when it has so many of them. The
-        tapped states' rows are copied one by one, which the host can do since it knows the path."""
+        """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise, one by one, rows
+        path[j] of the tree's tapped states, at the address `states`, to j. `path` rises. A hybrid's states advance by
+        these rows of the pass, from `first` on, and what `cuts` says is done when it has so many of them."""
         if 0 in cuts:
             cuts[0]()
         for start, end, at, keep in windows(past, path, self._keep_shape[-1], self._rows, cuts):
@@ -64,14 +61,11 @@ class Compaction:
         self, slot: int, past: int, keep: NDArray[np.int32], taken: NDArray[np.int32] = _NONE, before: int = -1
     ) -> None:
         control = {names.PAST_LEN: np.array([past], np.int32), names.KEEP: keep.reshape(self._keep_shape)}
-        if not self._network.neighbours:
-            control[names.SLOT_IDS] = np.array([slot], np.int32)
-        if self.advances:
+        if self._advances:
             rows = np.full(self._keep_shape, -1, np.int32)
             rows[: len(taken)] = taken
             control |= {names.TAKEN: rows, names.BEFORE: np.array([before], np.int32)}
-        shapes = {name: array.shape for name, array in control.items()}
-        self._network.run([slot], shapes, self._uploads[slot].send(control), key=slot)
+        self._network.run([slot], self._uploads[slot], control, key=slot)
 
     def warm_up(self, slot: int) -> None:
         """Do the one-time work of the first call for this slot, which is empty and is left as it is."""
@@ -81,9 +75,8 @@ class Compaction:
 def windows(
     past: int, path: NDArray[np.int32], size: int, rows: int, cuts: Iterable[int] = ()
 ) -> Iterator[tuple[int, int, int, NDArray[np.int32]]]:
-    """(start, end, past, keep [`size`]) of each execution of the compaction plan that together moves row past + path[j]
-    to past + j of a slot with `rows` rows: front to back, each the path's rows from `start` to `end`, which is no
-    further than the next of `cuts`, and none ends behind the slot. Of a row that stays, keep[j] is j."""
+    """(start, end, past, keep [`size`]) of each execution of the compaction plan: together they move row past + path[j]
+    to past + j of a slot with `rows` rows, front to back, each from `start` to `end`, the next of `cuts` at most."""
     bounds = sorted({0, *cuts, len(path)})
     parts = [(s, min(s + size, end)) for begin, end in pairwise(bounds) for s in range(begin, end, size)]
     for start, end in parts:
@@ -137,9 +130,3 @@ class DeltaStates:
             else:
                 self._device.copy(start + slot * size, place, size)
                 place += size
-
-
-def kept_addresses(shapes: StateShapes, rows: int, address: int) -> dict[str, int]:
-    """Of outputs of a pass that are inputs of a commit, with room for so many rows."""
-    each = aligned(rows * shapes.row_bytes)
-    return {names.kept_name(layer): address + layer * each for layer in range(shapes.layers)}

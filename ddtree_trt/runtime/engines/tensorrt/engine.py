@@ -1,14 +1,12 @@
 """The engine of TensorRT and of TensorRT for RTX: its plans, one stream, one block of device memory that never moves.
 
 In a round, `draft` and `verify` are each one upload, one graph and one download, for which the host waits; `commit`
-puts its work on the stream and waits for nothing. All slots of a call are in one pass. Tapped states stay on the
-device, and logits until a row is read.
+waits for nothing. All slots of a call are in one pass. Tapped states stay on the device, logits until they are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,34 +14,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, StateShapes, buckets, pass_rows
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape, StateShapes, aligned, buckets, pass_rows
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import LogitRows, Verdict, VerifyRequest, why_inexact
-from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, make_drafter
-from ddtree_trt.runtime.engines.passes import make_single_passes
-from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates, kept_addresses
-from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
+from ddtree_trt.runtime.engines.drafters import SlotCalls, make_drafter
+from ddtree_trt.runtime.engines.passes import closed_on_failure, make_single_passes
+from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates
+from ddtree_trt.runtime.engines.tensorrt.model import TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
-
-
-@dataclass(frozen=True)
-class _LastPass:
-    """A slot's last target pass."""
-
-    generation: int  # number of the pass: the next one overwrites the states
-    token_ids: NDArray[np.int64]  # of the tree, without padding
-    states: int  # address of its tapped states [T, M·H]
-    first: int  # its first row, of all rows of the pass
-    prompt_ends: bool  # with the last of the tokens
 
 
 class TrtEngine(SlotCalls):
@@ -62,7 +50,7 @@ class TrtEngine(SlotCalls):
         self.device: Device = loaded.device
         self.buckets = buckets(1 + self.limits.max_tree_budget)
         self._loaded = loaded
-        self._last_passes: dict[int, _LastPass] = {}  # by slot
+        self._last_pass: dict[int, tuple[VerifyRequest, int]] = {}  # by slot, with its first row of all in the pass
         device, dims, drafter_dims = loaded.device, manifest.target_dims, manifest.drafter_dims
         at, sizes, size = loaded.addresses, loaded.layout.sizes, PRECISIONS[manifest.precision].value_bytes
         taps = manifest.drafting.tap_layers
@@ -79,13 +67,15 @@ class TrtEngine(SlotCalls):
 
         shapes, kept = StateShapes.of(dims), dict[str, int]()
         self._states = DeltaStates(shapes, self.limits, device, at[buffers.TARGET_STATES]) if dims.delta else None
-        if dims.delta is not None:
-            kept = kept_addresses(shapes, pass_rows(self.limits, self.limits.max_batch), at[buffers.KEPT])
+        if dims.delta is not None:  # outputs of a pass that are inputs of a commit
+            each = aligned(pass_rows(self.limits, self.limits.max_batch) * shapes.row_bytes)
+            kept = {names.kept_name(layer): at[buffers.KEPT] + layer * each for layer in range(shapes.layers)}
         results = device.pinned(sizes[buffers.RESULTS])
-        outputs = Outputs(at[buffers.RESULTS], results, at[buffers.LOGITS], self._taps or None)
+        outputs = {names.CHOICES: at[buffers.RESULTS], names.LOGITS: at[buffers.LOGITS]}
+        outputs |= {names.TAPS: self._taps} if taps else {}
         self.target = TrtLanguageModel(
             network("target", loaded.target, {**loaded.target_tables, **kept}, dims, buffers.TARGET_KV),
-            device, self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs, self._states,
+            self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs, results, self._states,
         )  # fmt: skip
         each = sizes[buffers.COMMIT_CONTROL] // self.limits.max_batch
         uploads = [
@@ -101,27 +91,20 @@ class TrtEngine(SlotCalls):
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TrtEngine:
-        """Load an engine directory whose digests were checked.
-
-        Raises MissingDependency for what is not installed, ArtifactError for an engine of another toolchain, plugin or
-        GPU, and EngineError when CUDA or TensorRT fails or the GPU's memory is too small.
-        """
+        """Load an engine directory whose digests were checked. Raises MissingDependency for what is not installed,
+        ArtifactError for an engine of another toolchain, plugin or GPU, and EngineError when CUDA or TensorRT fails or
+        the GPU's memory is too small."""
         loaded = load_plans(directory, manifest)
-        try:
+        with closed_on_failure(loaded):
             return cls(manifest, loaded)
-        except BaseException:
-            loaded.close()
-            raise
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        """A chain under a causal mask. Not captured: a chunk's work takes longer than its
-        launches, and every prompt ends in a chunk of another length."""
+        """Not captured: a chunk's work takes longer than its launches, and its length may be any."""
         tokens = len(token_ids)
-        tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1  # an engine computes at least one row
-        request = VerifyRequest(slot, tree, rows=rows)
+        request = VerifyRequest(slot, token_chain(token_ids), rows=rows)
         choices = self.target.run([request], tokens, np.arange(first, tokens), captured=False)
-        self._remember(request, 0, tokens)
+        self._last_pass = {slot: (request, 0)}
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
         wanted = choices[:0] if rows == "none" else choices
         return Verdict(wanted, self.target.logits(0, len(wanted)))
@@ -133,41 +116,28 @@ class TrtEngine(SlotCalls):
         tokens = next(t for t in self.buckets if t >= longest)
         passed = self.target.pass_requests(requests)
         choices = self.target.run(passed, tokens, np.arange(len(passed) * tokens), captured=True)
-        places = {request.slot: n for n, request in enumerate(passed)}
-        verdicts = []
-        for request in requests:
-            n, size = places[request.slot], len(request.tree)
-            start = n * tokens
-            verdicts.append(Verdict(choices[start : start + size], self.target.logits(start, size)))
-            self._remember(request, n, tokens)
-        return verdicts
-
-    def _remember(self, request: VerifyRequest, n: int, tokens: int) -> None:
-        """Keep what `commit` needs of a request that was number `n` in the pass, whose T is `tokens`."""
-        first, ends = n * tokens, request.rows == "last"
-        states = self._taps + first * self._state_bytes
-        last = _LastPass(self.target.generation, request.tree.token_ids, states, first, ends)
-        self._last_passes[request.slot] = last
+        starts = {request.slot: n * tokens for n, request in enumerate(passed)}
+        self._last_pass = {request.slot: (request, starts[request.slot]) for request in requests}
+        parts = [(starts[request.slot], len(request.tree)) for request in requests]
+        return [Verdict(choices[start : start + size], self.target.logits(start, size)) for start, size in parts]
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
-        size, last = len(path), self._last_passes.get(slot)
-        if last is None or last.generation != self.target.generation:
+        if slot not in self._last_pass:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
-        if taps:
-            check_up_to_date(self.drafter, self.target.cache, slot)
+        (request, first), size, past = self._last_pass.pop(slot), len(path), self.length(slot)
+        states = self._taps + first * self._state_bytes
         if self._states is not None or int(path[-1]) != size - 1:
-            states, past = last.states if taps and self._state_bytes else None, self.length(slot)
-            cuts = self._states.cuts(slot, past, past + size, prompt_ends=last.prompt_ends) if self._states else {}
-            self._compaction.move(slot, past, path, last.first, states, cuts)
+            ends, cuts = request.rows == "last", {}
+            if self._states is not None:
+                cuts = self._states.cuts(slot, past, past + size, prompt_ends=ends)
+            self._compaction.move(slot, past, path, first, states if taps and self._state_bytes else None, cuts)
         if taps:
-            self.drafter.append_context(slot, last.token_ids[path], last.states)
+            self.drafter.append_context(slot, request.tree.token_ids[path], states)
         self.target.cache.append(slot, size)
-        del self._last_passes[slot]
 
     def warm_up(self, progress: Progress = no_progress) -> None:
-        """Run a prompt's chunk and capture every graph of one sequence's rounds: with native attention each slot has
-        graphs of its own, and as many slots are warmed as a network keeps graphs for. Graphs of more sequences are
-        captured at their first use."""
+        """Capture every graph of one sequence's rounds: with native attention each slot has graphs of its own, and as
+        many slots are warmed as a network keeps graphs for. Those of more sequences are captured at their first use."""
         slots = 1
         if self.target.network.neighbours:
             slots = max(1, min(self.limits.max_batch, MOST_CAPTURED // len(self.buckets)))
@@ -185,7 +155,7 @@ class TrtEngine(SlotCalls):
 
     def close(self) -> None:
         """Release all memory; a second call does nothing. Raises EngineError for an error of CUDA."""
-        self._last_passes.clear()
+        self._last_pass.clear()
         self.target.generation += 1  # later reads of the last pass's logits raise EngineError
         try:
             self.device.stop()

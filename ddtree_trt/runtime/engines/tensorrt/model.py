@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device.buffers import FLOAT_BYTES, INT_BYTES
-from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.cuda_device import Upload
 from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
@@ -23,51 +22,35 @@ from ddtree_trt.runtime.tree import token_chain
 _IDLE = token_chain(np.zeros(1, np.int64))
 
 
-def neighbouring(slots: Sequence[int]) -> list[int]:
-    """The slots from the first to the last of these."""
-    return list(range(min(slots), max(slots) + 1))
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Addresses of a pass's outputs on the device, and the host's memory for choices."""
-
-    results: int  # choices int32 [R]
-    host_results: NDArray[np.uint8]
-    logits: int  # float32 [R, V]
-    taps: int | None  # [N, T, M·H]; None for a network without tapped layers
-
-
 class TrtLanguageModel:
     """Passes over the trees of several slots, with the lengths of their caches."""
 
     def __init__(
-        self, network: TrtNetwork, device: Device, limits: Limits, vocab: int, upload: Upload, outputs: Outputs,
-        states: DeltaStates | None = None,
+        self, network: TrtNetwork, limits: Limits, vocab: int, upload: Upload, outputs: Mapping[str, int],
+        host_results: NDArray[np.uint8], states: DeltaStates | None = None,
     ) -> None:  # fmt: skip
+        """`outputs`: addresses on the device, by name. `host_results`: the host's memory for choices."""
         self.network = network
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows, states)
         self.generation = 0  # number of the pass whose outputs are in memory: the next one overwrites them
-        self._device = device
+        self._device = network.shared.device
         self._vocab = vocab
         self._upload = upload
-        self._outputs = outputs
+        self._outputs, self._host_results = outputs, host_results
         self._hybrid = names.PARENTS in io_tensors(network.engine)
         self._mask_words = mask_words(limits.max_tokens_per_pass)
 
     def pass_requests(self, requests: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
-        """The requests of the pass that verifies these: with native attention in the order of their slots, with a tree
-        for every idle one between them."""
+        """The requests of their pass: with native attention by slot, with a tree for every idle one between them."""
         if not self.network.neighbours:
             return requests
         wanted = {r.slot: r for r in requests}
-        return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
+        return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in range(min(wanted), max(wanted) + 1)]
 
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], *, captured: bool
     ) -> NDArray[np.int64]:
-        """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`. The
-        requests are in an order of `pass_requests`."""
+        """A pass over all trees of `pass_requests`, T padded to `tokens`: the choices [R] at these flat rows."""
         for request in requests:
             self.cache.check_room(request.slot, tokens)
         trees = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
@@ -80,25 +63,17 @@ class TrtLanguageModel:
         }
         if self._hybrid:
             control[names.PARENTS] = trees.parents
-        if not self.network.neighbours:
-            control[names.SLOT_IDS] = trees.slot_ids
-        at = self._outputs
         self.generation += 1
-        addresses = self._upload.send(control)
-        addresses[names.CHOICES], addresses[names.LOGITS] = at.results, at.logits
-        if at.taps is not None:
-            addresses[names.TAPS] = at.taps
-        shapes = {name: array.shape for name, array in control.items()}
         key = (len(requests), tokens) if captured else None
-        self.network.run([r.slot for r in requests], shapes, addresses, key=key)
-        found = at.host_results[: len(rows) * INT_BYTES]
-        self._device.download(found, at.results)
+        self.network.run([r.slot for r in requests], self._upload, control, self._outputs, key=key)
+        found = self._host_results[: len(rows) * INT_BYTES]
+        self._device.download(found, self._outputs[names.CHOICES])
         self._device.synchronize()
         return found.view(np.int32).astype(np.int64)
 
     def logits(self, first: int, rows: int) -> LazyRows:
         """The last pass's logits [rows, V] from row `first` on, copied to the host when they are read."""
-        generation, base = self.generation, self._outputs.logits + first * self._vocab * FLOAT_BYTES
+        generation, base = self.generation, self._outputs[names.LOGITS] + first * self._vocab * FLOAT_BYTES
 
         def fetch(start: int, stop: int, columns: slice) -> NDArray[np.float32]:
             if generation != self.generation:

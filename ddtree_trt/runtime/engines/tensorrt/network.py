@@ -1,9 +1,8 @@
 """One TensorRT engine: contexts, bindings, and passes captured as CUDA graphs.
 
-All contexts share one workspace, since passes follow each other on one stream. There is one context for passes that are
-not captured, and one per captured graph: a change of a context's shapes changes state that its graph reads, and "the
-best practice is to use one execution context per captured graph, and to share memory across the contexts" (TensorRT's
-guide, on CUDA graphs; likewise github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs is bounded.
+All contexts share one workspace, since passes follow each other on one stream. There is one for passes that are not
+captured, and one per captured graph, because a change of a context's shapes changes state that its graph reads
+(TensorRT's guide, on CUDA graphs; github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs is bounded.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,9 +10,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape
-from ddtree_trt.device.cuda_device import Device
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
@@ -30,13 +32,6 @@ class Shared:
     workspace: tuple[int, int]  # address, bytes
     # (ICudaEngine, whether its passes will be captured) → an execution context without memory, or None
     make_context: Callable[[Any, bool], Any]
-
-
-@dataclass(frozen=True)
-class _Captured:
-    graph: Any
-    context: Any  # must live as long as the graph captured from it
-    addresses: Mapping[str, int]
 
 
 class TrtNetwork:
@@ -65,23 +60,25 @@ class TrtNetwork:
         self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
         self._growing = engine.get_tensor_shape(self._planes[0][0])[0] == -1
         self._plain: Any = None  # the context of passes that are not captured
-        self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
+        # Graph, and the context it was captured from, which must live as long; the one used last is the last.
+        self._captured: dict[Hashable, tuple[Any, Any]] = {}
 
     def run(
-        self,
-        slots: Sequence[int],
-        shapes: Mapping[str, Shape],
-        addresses: Mapping[str, int],
-        *,
+        self, slots: Sequence[int], upload: Upload, control: Mapping[str, NDArray[np.int32]],
+        others: Mapping[str, int] = MappingProxyType({}), varying: Mapping[str, Shape] = MappingProxyType({}), *,
         key: Hashable | None = None,
-    ) -> None:
-        """Put one pass on the stream. `slots` of its rows: neighbours where `neighbours` is set. `shapes` of the inputs
-        that vary; `addresses` of all tensors but tables and cache.
+    ) -> None:  # fmt: skip
+        """Put one pass on the stream. `slots` of its rows: neighbours where `neighbours` is set. `control` data goes up
+        with it. `others`: addresses of all tensors but that data, tables and cache, and shapes of those `varying`.
 
-        With a `key` the pass is captured at its first use and launched as a graph later: equal keys must have equal
-        shapes and addresses, and slots may differ. Of more than MOST_CAPTURED graphs, the pass unused longest is
-        captured anew when it comes again. Raises EngineError with TensorRT's error text.
+        With a `key` the pass is captured at its first use and launched as a graph later: equal keys have equal shapes
+        and addresses, and slots may differ. Of more than MOST_CAPTURED graphs, the pass unused longest is captured anew
+        when it comes again. Raises EngineError with TensorRT's error text.
         """
+        if not self.neighbours:
+            control = {**control, names.SLOT_IDS: np.array(slots, np.int32)}
+        addresses = {**upload.send(control), **others}
+        shapes = {name: array.shape for name, array in control.items()} | dict(varying)
         first = slots[0] if self.neighbours else 0
         if key is None:
             self._plain = self._plain or self._context(captured=False)
@@ -91,16 +88,15 @@ class TrtNetwork:
         captured = self._captured.pop(key, None)
         if captured is not None:
             self._captured[key] = captured
-            assert captured.addresses == addresses, "a captured pass keeps its addresses"
-            self.shared.device.launch(captured.graph)
+            self.shared.device.launch(captured[0])
             return
         if len(self._captured) == MOST_CAPTURED:
-            self.shared.device.forget(self._captured.pop(next(iter(self._captured))).graph)
+            self.shared.device.forget(self._captured.pop(next(iter(self._captured)))[0])
         context = self._context(captured=True)
         # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
         self._enqueue(context, first, len(slots), shapes, addresses)
         graph = self.shared.device.capture(lambda: self._execute(context))
-        self._captured[key] = _Captured(graph, context, dict(addresses))
+        self._captured[key] = graph, context
 
     def _context(self, *, captured: bool) -> Any:
         device = self.shared.device
@@ -110,31 +106,29 @@ class TrtNetwork:
             raise self._error("no execution context")
         self._check(context.set_optimization_profile_async(0, device.stream), "the plan's profile")
         context.set_device_memory(*self.shared.workspace)
-        for tensor, address in self._fixed.items():
-            self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+        self._bind(context, self._fixed)
         if not self.neighbours:
-            self._bind_cache(context, 0)
+            self._bind(context, self._cache_from(0))
         return context
 
-    def _bind_cache(self, context: Any, first: int) -> None:
-        """Bind the cache from slot `first` on. In place: past and present are one address, which the plugin checks."""
-        address = self._cache_address + first * self._cache.slot_bytes
-        for plane in self._planes:
-            for tensor in plane:
-                self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
-            address += self._cache.plane_bytes
-        for tensor, (start, size) in self._states.items():
-            self._check(context.set_tensor_address(tensor, start + first * size), f"an address for {tensor}")
+    def _bind(self, context: Any, addresses: Mapping[str, int]) -> None:
+        for tensor, address in addresses.items():
+            self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+
+    def _cache_from(self, first: int) -> dict[str, int]:
+        """Addresses of the cache from slot `first` on. Past and present are one, which the plugin checks."""
+        start, size = self._cache_address + first * self._cache.slot_bytes, self._cache.plane_bytes
+        planes = {tensor: start + n * size for n, plane in enumerate(self._planes) for tensor in plane}
+        return planes | {tensor: start + first * size for tensor, (start, size) in self._states.items()}
 
     def _enqueue(
         self, context: Any, first: int, rows: int, shapes: Mapping[str, Shape], addresses: Mapping[str, int]
     ) -> None:
         for tensor, shape in shapes.items():
             self._set_shape(context, tensor, shape)
-        for tensor, address in addresses.items():
-            self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+        self._bind(context, addresses)
         if self.neighbours:
-            self._bind_cache(context, first)
+            self._bind(context, self._cache_from(first))
         if self._growing:
             cache = self._cache
             leading = (cache.planes, cache.stored_slots) if self._whole else (rows,)

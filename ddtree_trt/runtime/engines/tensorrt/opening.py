@@ -40,19 +40,15 @@ from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
+from ddtree_trt.runtime.engines.passes import closed_on_failure
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
 
 _log = logging.getLogger("ddtree_trt.tensorrt")
 
 
-def _unfit(directory: Path, manifest: Manifest, problem: str) -> ArtifactError:
-    """The error for an engine that has to be built again."""
-    return ArtifactError(f"{problem}; rebuild with: {rebuild_command(directory, manifest)}")
-
-
 def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path | None]:
     """What the engine needs, after all checks: the module of TensorRT or of TensorRT for RTX, `cuda.bindings.runtime`,
-    and the plugin library, None for native attention.
+    and the plugin library, None for native attention. Another build of a library with the same ABI is accepted.
 
     Raises MissingDependency for what is not installed, and ArtifactError, which names the difference and what to do.
     """
@@ -61,13 +57,20 @@ def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path |
     refusal = f"{directory} was built with {backend.title} {version}, which cannot be imported here"
     trt = import_tensorrt(refusal, rtx=backend.portable)
     cuda = cuda_bindings(backend.extra)
-    check_toolchain(directory, manifest, trt.__version__, cuda)
-    return trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest)
+    _check_toolchain(directory, manifest, trt.__version__, cuda)
+    if manifest.plugin is None:
+        return trt, cuda, None
+    for field, found in plugins.IDENTITY.items():
+        if (built := manifest.plugin.get(field)) != found:
+            raise ArtifactError(
+                f"{directory} was built with plugin {field} {built!r}, this ddtree-trt has {found!r}; rebuild with: "
+                f"{rebuild_command(directory, manifest)}"
+            )
+    return trt, cuda, library.find(library.PLUGINS)
 
 
-def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any) -> None:
-    """Compare TensorRT's `version`, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with the
-    difference."""
+def _check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any) -> None:
+    """Raises ArtifactError where TensorRT's `version`, CUDA, the driver or the GPU differs from the engine's."""
     built, backend = manifest.toolchain, BACKENDS[manifest.backend]
 
     def refuse(what: str, expected: str, found: str, gpu: CurrentGpu | None = None) -> ArtifactError:
@@ -95,29 +98,10 @@ def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any
         raise refuse("a GPU of", expected, "none")
     if f"sm{gpu.sm}" not in wanted:
         raise refuse("a GPU of", expected, f"sm_{gpu.sm} ({gpu.name})", gpu)
-    versions = cuda_versions(cuda)
-    major = built.get("cuda", versions.runtime).split(".")[0]  # TensorRT for RTX may be built for without CUDA
-    if versions.runtime.split(".")[0] != major:
-        raise refuse("CUDA", f"{major}.x", versions.runtime)
-    if int(versions.driver.split(".")[0]) < int(major):
-        raise ArtifactError(
-            f"{directory} needs a driver for CUDA {major}, found one for CUDA {versions.driver}; "
-            "install a newer NVIDIA driver"
-        )
-
-
-def check_plugins(directory: Path, manifest: Manifest) -> Path:
-    """The plugin library, of the ABI the engine was built with. Raises MissingDependency or ArtifactError.
-
-    Libraries with the same ABI number agree on a plan's plugins: their tensors, attributes, stored fields and
-    workspace. Another build of the same ABI, by another compiler or for more GPUs, has another sha256 and is accepted;
-    the manifest's sha256 records the library of the build.
-    """
-    for field, found in plugins.IDENTITY.items():
-        if (built := (manifest.plugin or {}).get(field)) != found:
-            problem = f"{directory} was built with plugin {field} {built!r}, this ddtree-trt has {found!r}"
-            raise _unfit(directory, manifest, problem)
-    return library.find(library.PLUGINS)
+    runtime = cuda_versions(cuda).runtime
+    major = built.get("cuda", runtime).split(".")[0]  # TensorRT for RTX may be built for without CUDA
+    if runtime.split(".")[0] != major:
+        raise refuse("CUDA", f"{major}.x", runtime)
 
 
 _PIECE_BYTES = 16 << 20  # of a table, which is uploaded piece by piece
@@ -134,11 +118,8 @@ class KernelCache:
         self._stored = b""  # content of the file, where it is of use
 
     def make_context(self, engine: Any, captured: bool) -> Any:
-        """An execution context without memory, or None.
-
-        Contexts of captured passes compile kernels for their shapes at once: compiled later, as is the default, they
-        would take the place of kernels that a graph holds. Other passes, which have any length, get kernels that serve
-        all shapes.
+        """An execution context without memory, or None. Those of captured passes compile kernels for their shapes at
+        once: later they would take the place of kernels that a graph holds. Others get kernels that serve all shapes.
         """
         trt = self._trt
         config = engine.create_runtime_config()
@@ -156,10 +137,9 @@ class KernelCache:
         cache = config.create_runtime_cache()
         try:
             stored = self._path.read_bytes()
-        except FileNotFoundError:
-            return cache
         except OSError as error:
-            _log.warning("%s cannot be read (%s): kernels are compiled anew", self._path, error.strerror or error)
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("%s cannot be read (%s): kernels are compiled anew", self._path, error.strerror or error)
             return cache
         if stored and cache.deserialize(stored):
             self._stored = stored
@@ -179,16 +159,8 @@ class KernelCache:
             write_atomically(self._path, content)
             self._stored = content
         except OSError as error:
-            _log.warning(
-                "%s cannot be written (%s): kernels are compiled at every start", self._path, error.strerror or error
-            )
-
-    def close(self) -> None:
-        """Store and release the cache. Contexts must have been released before."""
-        try:
-            self.store()
-        finally:
-            self._cache = None
+            reason = error.strerror or error
+            _log.warning("%s cannot be written (%s): kernels are compiled at every start", self._path, reason)
 
 
 _BUFFERS = {
@@ -216,26 +188,19 @@ class Loaded(Shared):
 
     def close(self) -> None:
         """Release everything, graphs included. Contexts must have been released before."""
-        try:
-            if self.kernel_cache is not None:
-                self.kernel_cache.close()
-        finally:
-            self.target = None
-            self.drafter = None
-            self.compaction = None
-            self.runtime = None
-            self.device.close()
+        if self.kernel_cache is not None:
+            self.kernel_cache.store()
+        for name in ("make_context", "kernel_cache", "target", "drafter", "compaction", "runtime"):
+            setattr(self, name, None)  # in this order
+        self.device.close()
 
 
 def load_plans(directory: Path, manifest: Manifest) -> Loaded:
     """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
     trt, cuda, plugin_library = check_machine(directory, manifest)
     device = Device(cuda)
-    try:
+    with closed_on_failure(device):
         return _load(directory, manifest, trt, plugin_library, device)
-    except BaseException:
-        device.close()
-        raise
 
 
 def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
@@ -250,8 +215,8 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
         load_plugins(trt, log, plugin_library, EngineError)
     runtime = trt.Runtime(log)
     engines = {name: _deserialise(runtime, log, directory / file, manifest) for name, file in plans.items()}
-    shape = engines["drafter"].get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else [0]
-    candidates = int(tuple(shape)[-1])
+    shape = engines["drafter"].get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else (0,)
+    candidates = int(shape[-1])
     workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
     layout = Layout.of(plan(candidates=candidates, workspace_bytes=workspace))
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
@@ -290,8 +255,7 @@ def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | 
 
 
 def _read_tables(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """The tables of shared.safetensors, [V, H] in the engine's precision, by the names by which passes read them: a
-    drafter's own under its prefix. A head that is absent is tied."""
+    """The tables of shared.safetensors [V, H] by the names by which passes read them; an absent head is tied."""
     path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
     stored = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
     parts, tables = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}, dict[str, StoredTensor]()
@@ -319,14 +283,10 @@ def _check_memory(directory: Path, manifest: Manifest, device: Device, weights: 
     free, total = device.free_bytes()
     if weights + buffers > free:
         raise EngineError(
-            f"{directory} needs {_gb(weights + buffers)} of GPU memory ({_gb(weights)} of weights, {_gb(buffers)} of "
-            f"cache and buffers), {_gb(free)} of {_gb(total)} are free; end what else uses the GPU, or rebuild with a "
-            f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
+            f"{directory} needs {(weights + buffers) / 1e9:.2f} GB of GPU memory, {buffers / 1e9:.2f} GB of it for "
+            f"cache and buffers, {free / 1e9:.2f} GB of {total / 1e9:.2f} GB are free; end what else uses the GPU, or "
+            f"rebuild with a smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
         )
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
 
 
 def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
@@ -334,5 +294,6 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise _unfit(path.parent, manifest, f"TensorRT cannot load {path}: {log.words()}")
+        rebuild = rebuild_command(path.parent, manifest)
+        raise ArtifactError(f"TensorRT cannot load {path}: {log.words()}; rebuild with: {rebuild}")
     return engine

@@ -26,8 +26,7 @@ from ddtree_trt.runtime.engines.torch.delta import States
 
 
 class DeviceCache(SlotLengths):
-    """Slots in device memory at fixed addresses. The host counts their rows; passes get the counts as data
-    (`Place`)."""
+    """Slots in device memory at fixed addresses. The host counts their rows, of which passes get the counts."""
 
     states: States | None
 
@@ -52,8 +51,7 @@ class DeviceCache(SlotLengths):
         return sorted(free, key=lengths.__getitem__)
 
     def padding(self, taken: Collection[int], tokens: int) -> list[int]:
-        """Slots that make those `taken` one of the few numbers that graphs are for, as far as so many are free; none on
-        a CPU."""
+        """Free slots that make those `taken` one of the few numbers that graphs are for; none on a CPU."""
         if not self.slab.is_cuda:
             return []
         size = next(n for n in slot_numbers(self.slots) if n >= len(taken))
@@ -81,11 +79,8 @@ class DeviceCache(SlotLengths):
         self.slab[:, place.slots.long()[:, None], :, rows.long()] = values
 
     def compact(self, slots: Tensor, past: Tensor, keep: Tensor, count: Tensor) -> None:
-        """Move rows past + keep[j] of each sequence's slot to past + j in every plane. Committed lengths stay as they
-        are.
-
-        slots, past and count are int32 [N], keep int32 [N, M], strictly rising; its first `count` columns are moved.
-        """
+        """Move rows past + keep[j] of each sequence's slot to past + j in every plane; lengths stay as they are. slots,
+        past and count are int32 [N], keep int32 [N, M], strictly rising; its first `count` columns are moved."""
         if self._kernels:
             torch.ops.ddtree.compact(self.slab, slots, past, keep, count)
             return
@@ -114,15 +109,11 @@ class Place:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our kernels compute an engine of this device and type, for sizes that they have."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Callable[[], Tensor]) -> Attention:
-    """The fastest attention for this device, type and head size.
-
-    Raises MissingDependency where kernels exist for these and are not built.
-    """
+    """The fastest attention for these. Raises MissingDependency where it is our kernels', which are not built."""
     if has_kernels(device, dtype) and head_dim in HEAD_DIMS:
         load_operators()
         return Attention(scratch())
@@ -130,9 +121,8 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scrat
 
 
 def scratch_memory(size: int, device: torch.device) -> Callable[[], Tensor]:
-    """The kernels' scratch memory of a whole engine, uint8 [size], which is allocated when it is first asked for, and
-    is always the same: passes follow each other on one stream, so it serves every layer of every pass of both networks.
-    `size` is enough for the largest pass: `memory.attention_workspace_bytes`."""
+    """The kernels' scratch memory of a whole engine, uint8 [size], allocated when it is first asked for: passes follow
+    each other on one stream, so that it serves all. For `size` see `memory.attention_workspace_bytes`."""
     return cache(lambda: torch.empty(max(size, 1), dtype=torch.uint8, device=device))
 
 
@@ -146,9 +136,8 @@ def load_operators() -> None:
 
 
 class Attention:
-    """Attention over a slotted cache: by our kernels, and where there are none in PyTorch under a mask: over the rows
-    that a window reaches; without one, on a CPU over the rows in use; on a GPU, where reading their number would need a
-    wait, over the whole slot."""
+    """Attention over a slotted cache: by our kernels, else in PyTorch under a mask: over rows that a window reaches, or
+    on a CPU over the rows in use, or on a GPU, where reading their number would need a wait, over the whole slot."""
 
     def __init__(self, scratch: Tensor | None = None) -> None:
         """With `scratch` passes run on our kernels: `torch.ops.ddtree` must be loaded."""
@@ -156,17 +145,9 @@ class Attention:
         self._scratch = scratch
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        place: Place,
-        mode: MaskMode,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, place: Place, mode: MaskMode,
+        scale: float, window: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
         [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
         away."""
@@ -185,18 +166,14 @@ class Attention:
                 # A single slot on a CPU is read where it is.
                 taken = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 and not q.is_cuda else slots
                 keys, values = cache_k[taken, :, :width], cache_v[taken, :, :width]
+            mask = _visible(place, mode, tokens, seen, window)[:, None]
             out = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                keys,
-                values,
-                attn_mask=_visible(place, mode, tokens, seen, window)[:, None],
-                scale=scale,
-                enable_gqa=True,
+                q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
             )
             return out.transpose(1, 2).contiguous()
-        out, mask = torch.empty_like(q), place.mask if mode is MaskMode.TREE else None
+        out, tree = torch.empty_like(q), place.mask if mode is MaskMode.TREE else None
         torch.ops.ddtree.tree_attention(
-            q, k, v, cache_k, cache_v, place.slots, past, mask, int(mode), scale, out, self._scratch, 0
+            q, k, v, cache_k, cache_v, place.slots, past, tree, int(mode), scale, out, self._scratch, 0
         )
         return out
 

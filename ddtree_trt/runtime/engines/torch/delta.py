@@ -37,8 +37,7 @@ _EPSILON = 1e-6  # added to the square of a norm
 
 @dataclass(frozen=True)
 class Kept:
-    """What a commit needs of a pass over [N, T] rows: buffers of the caller's, which `tree_pass` fills. The leading
-    dimensions may be layers too."""
+    """What a commit needs of a pass over [N, T] rows, and maybe of layers before: buffers that `tree_pass` fills."""
 
     keys: Tensor  # float32 [..., T, Hk, Dk], of norm 1
     updates: Tensor  # float32 [..., T, Hv, Dv]: u
@@ -46,7 +45,6 @@ class Kept:
     inputs: Tensor  # [..., T, C]: of the convolution
 
     def select(self, *index: object) -> Kept:
-        """The same of each of the buffers."""
         return Kept(*(part[index] for part in vars(self).values()))
 
 
@@ -137,8 +135,7 @@ def delta_net(
 ) -> Tensor:  # fmt: skip
     """The layer from projection to projection: float32 [N, T, Hv·Dv] of rows [N, T, sum of `projected_widths`], behind
     a state [N, Hv, Dk, Dv] and inputs [N, W − 1, C] of the convolution. With `slots` int32 [N] the states are those of
-    all slots, and a tree's rows go through our kernel. `weights` are those of the convolution [C, W],
-    decays [Hv], biases of decays [Hv] and the norm [Dv] with this epsilon, all float32."""
+    all slots, for our kernel. `weights`: convolution [C, W], decays [Hv], their biases [Hv], norm [Dv], all float32."""
     conv, decay, bias, norm = weights
     inputs, gates, steps, decays = projected.split(net.projected_widths, -1)
     kept.inputs.copy_(inputs)

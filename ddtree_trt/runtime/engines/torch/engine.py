@@ -1,8 +1,8 @@
 """The PyTorch engine: on NVIDIA GPUs with our kernels and CUDA graphs, on a CPU for numerics.
 
-The protocol's calls over a target (`target.py`), a drafter and, where the drafter is a block drafter,
-rounds on the device (`rounds.py`). On a GPU, `draft` and `verify` are each one upload, one captured graph and one
-download, for which the host waits; `commit` waits for nothing. All slots of a call are in one pass.
+The protocol's calls over a target (`target.py`), a drafter and, for blocks, rounds on the device (`rounds.py`). On a
+GPU, `draft` and `verify` are each one upload, one captured graph and one download, for which the host waits; `commit`
+waits for nothing. All slots of a call are in one pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddtree_trt.device.buffers import RoundShapes
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest, why_inexact
-from ddtree_trt.runtime.engines.drafters import SlotCalls, check_up_to_date, make_drafter
+from ddtree_trt.runtime.engines.drafters import SlotCalls, make_drafter
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.torch.attention import DeviceCache, attention_for, scratch_memory
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
@@ -103,11 +103,9 @@ class TorchEngine(SlotCalls):
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TorchEngine:
-        """Load an engine directory whose digests were checked, on the GPU where there is one.
-
-        Raises ArtifactError for a precision this device cannot compute in, and MissingDependency without the kernels.
-        On a CPU `threads` applies to the whole process, as PyTorch has no other setting.
-        """
+        """Load an engine directory whose digests were checked, on the GPU where there is one. Raises ArtifactError for
+        a precision this device cannot compute in, and MissingDependency without the kernels. On a CPU `threads` applies
+        to the whole process, as PyTorch has no other setting."""
         device = choose_device()
         check_device(directory, manifest, device)
         if device.type == "cpu":
@@ -144,8 +142,6 @@ class TorchEngine(SlotCalls):
         return self.target.verify(requests)
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
-        if taps:
-            check_up_to_date(self.drafter, self.target.cache, slot)
         token_ids, states = self.target.commit(slot, path)
         if taps:
             self.drafter.append_context(slot, token_ids, states)

@@ -1,7 +1,5 @@
-"""Copies between host and device, one upload and one download per stage, and stages captured as CUDA graphs.
-
-On a CPU the same objects are plain memory and plain calls.
-"""
+"""Copies between host and device, one upload and one download per stage, and stages captured as CUDA graphs. On a CPU
+the same objects are plain memory and plain calls."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
@@ -20,10 +18,9 @@ class Upload:
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size`: most values of one copy, see `Upload.size`."""
-        self._on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._sent = torch.cuda.Event() if self._on_gpu else None
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, *arrays: NDArray[np.int32]) -> list[Tensor]:
         """Tensors of these shapes and values on the device. Equal shapes give equal addresses, so that a graph captured
@@ -64,11 +61,8 @@ class Download:
 
 
 class Graphs:
-    """Runs the stages of an engine, on a GPU as CUDA graphs: one per key, captured at its first use.
-
-    Work must read its inputs from, and write its results to, tensors at fixed addresses. All graphs use one pool of
-    memory: a pass may overwrite the intermediate tensors of the one before.
-    """
+    """Runs the stages of an engine, on a GPU as CUDA graphs: one per key, captured at its first use. Inputs and results
+    are at fixed addresses; all graphs use one pool, so that a pass may overwrite intermediate tensors of another."""
 
     def __init__(self, device: torch.device, *, capture: bool = True) -> None:
         """`capture`: False runs all work as on a CPU."""
@@ -81,8 +75,7 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Run `work`, which must be the same for equal keys. An error during its capture is raised, and leaves the
-        stream and the other graphs as they were."""
+        """Run `work`, the same for equal keys. A capture that fails leaves the stream and other graphs as they were."""
         if key in self._graphs:
             self._graphs[key].replay()
             return
@@ -91,11 +84,8 @@ class Graphs:
             self._graphs[key] = self._record(work)
 
     def _record(self, work: Callable[[], None]) -> Any:
-        """A `torch.cuda.CUDAGraph` of the work, which is captured and not run.
-
-        `torch.cuda.graph` waits for the device and empties the allocator's cache before each graph, which takes most of
-        a capture's time, and does not leave its stream when the end of a capture fails.
-        """
+        """A `torch.cuda.CUDAGraph` of the work, which is captured and not run. `torch.cuda.graph` waits and empties the
+        allocator's cache before each, and does not leave its stream when the end of a capture fails."""
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()

@@ -1,9 +1,8 @@
 """Scheduling of rounds on the device: launched ahead of the host, read one by one.
 
-A slot takes part from one launch to the next, or not: it joins with the host's counts, which go up with the launch, and
-leaves by not being in the next one. While it takes part the host's counts (committed rows of the caches, states that
-wait for the drafter) are those of the latest round that was read: launched rounds write only behind the committed rows.
-So nothing has to be undone when a slot leaves, and no round is made twice.
+A slot joins with the host's counts (committed rows of the caches, states that wait for the drafter), which go up with
+the launch, and leaves by not being in the next one. Meanwhile these counts are those of the latest round that was read:
+launched rounds write only behind the committed rows, so that nothing has to be undone when a slot leaves.
 """
 
 import time
@@ -156,16 +155,15 @@ class TorchRounds:
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Capture the graphs of all passes. Every slot must be empty."""
         verifications, drafts = self.shapes.verifications(), self.shapes.drafts()
-        total, ints = len(verifications) + len(drafts), self._passes.columns.ints
+        ints = self._passes.columns.ints
         ints.zero_()
         ints[columns.SLOT].copy_(torch.arange(ints.shape[1]).clamp(max=self._target.cache.slots - 1))
         ints[columns.ENTERS], ints[columns.ENTERS_DRAFT] = 1, 1
-        for done, shape in enumerate(reversed(verifications), 1):
-            self._target.graphs.run(("round", *shape), partial(self._passes.verify, *shape))
-            progress("capturing rounds", done, total)
-        for done, drafted in enumerate(reversed(drafts), 1 + len(verifications)):
-            self._target.graphs.run(("round draft", *drafted), partial(self._passes.draft, *drafted))
-            progress("capturing rounds", done, total)
+        works: list[tuple[str, Any, tuple[int, ...]]] = [("round", self._passes.verify, each) for each in verifications]
+        works = [("round draft", self._passes.draft, each) for each in drafts] + works
+        for done, (name, work, shape) in enumerate(reversed(works), 1):
+            self._target.graphs.run((name, *shape), partial(work, *shape))
+            progress("capturing rounds", done, len(works))
 
     def _join(self, request: RoundRequest) -> None:
         slot, cache = request.slot, self._target.cache
@@ -176,7 +174,8 @@ class TorchRounds:
 
     def _launch(self, requests: list[RoundRequest], absorbs: dict[int, bool], slots: list[int], tokens: int) -> _Pass:
         """Put a pass on the stream: over the requests' slots, and others that pad it."""
-        entry = self._entries.pop() if self._entries else self._new_entry()
+        free, passes = self._entries, self._passes
+        entry = free.pop() if free else _Entry(self._target.cache.slots, len(passes.results), self._target.device)
         members = [self._members[r.slot] for r in requests]
         absorbing, size = sum(absorbs[r.slot] for r in requests), len(slots)
         self._tell(entry, requests, members, slots, absorbing)
@@ -200,9 +199,6 @@ class TorchRounds:
             if request.taps:
                 member.waiting += self._passes.longest(tokens) if request.budget else 1
         return _Pass(requests, members, absorbing, tokens, entry)
-
-    def _new_entry(self) -> _Entry:
-        return _Entry(self._target.cache.slots, len(self._passes.results), self._target.device)
 
     def _tell(
         self, entry: _Entry, requests: list[RoundRequest], members: list[_Member], slots: list[int], absorbing: int

@@ -15,7 +15,7 @@ from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.plugins import LOWEST_SM
-from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Cut, Shard, cut_of
+from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, cut_of
 from ddtree_trt.runtime.engines.torch.products import Scaled
 from ddtree_trt.runtime.options import Fp8
 
@@ -33,11 +33,8 @@ def device_name(device: torch.device) -> str:
 
 
 def use_float32_sums() -> None:
-    """Set PyTorch, for the whole process, to sum matrix products on GPUs in float32 for inputs of all types.
-
-    By default cuBLAS may add partial sums of a split product in bf16 or fp16. It splits by the number of rows, so that
-    a row would have different results in a pass over a tree and in one over a single token. TF32 would round float32
-    inputs to 10 bits.
+    """Set PyTorch, for the whole process, to sum matrix products on GPUs in float32 for inputs of all types. By default
+    cuBLAS may add parts of a sum in bf16 or fp16, and splits by the number of rows; TF32 would round inputs to 10 bits.
     """
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False
@@ -48,26 +45,21 @@ def use_float32_sums() -> None:
 
 def check_device(directory: Path, manifest: Manifest, device: torch.device) -> None:
     """Raises ArtifactError when the device does not compute in the engine's precision."""
-    rebuild = rebuild_command(directory, manifest)
-    if device.type == "cpu" and manifest.precision == "fp16":
-        raise ArtifactError(
-            f"{directory} was built in fp16, which is for GPUs, and no GPU was found; rebuild with: "
-            f"{rebuild.replace('--precision fp16', '--precision fp32')}"
-        )
-    if device.type == "cuda" and manifest.precision != "fp32":
+    precision, problem = manifest.precision, ""
+    if device.type == "cpu" and precision == "fp16":
+        problem = "is for GPUs, and no GPU was found"
+    elif device.type == "cuda" and precision != "fp32":
         major, minor = torch.cuda.get_device_capability(device)
         if 10 * major + minor < LOWEST_SM:
             found = f"{device_name(device)} (sm_{major}{minor})"
-            raise ArtifactError(
-                f"{directory} was built in {manifest.precision}, which the kernels compute on sm_{LOWEST_SM} and "
-                f"later; found {found}; rebuild with: "
-                f"{rebuild.replace(f'--precision {manifest.precision}', '--precision fp32')}"
-            )
+            problem = f"the kernels compute on sm_{LOWEST_SM} and later; found {found}"
+    if problem:
+        rebuild = rebuild_command(directory, manifest).replace(f"--precision {precision}", "--precision fp32")
+        raise ArtifactError(f"{directory} was built in {precision}, which {problem}; rebuild with: {rebuild}")
 
 
 def read_weights(directory: Path, manifest: Manifest, device: torch.device, shard: Shard = ALONE) -> dict[str, Tensor]:
-    """Every tensor of the weight file, or a rank's part of it, on the device. Raises ArtifactError when the file does
-    not match the manifest."""
+    """A rank's tensors of the weight file, on the device. Raises ArtifactError where it is not the manifest's."""
     path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     weights: dict[str, Tensor] = {}
@@ -81,8 +73,9 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
             if missing := sorted({w.name for w in expected} ^ names):
                 raise ArtifactError(f"{path}: {missing[0]} is missing or superfluous; {rebuild}")
             for weight in expected:
-                cut = cut_of(weight, manifest.target_dims, shard)
-                tensor, shape = _read(file, weight.name, cut)
+                cut, stored = cut_of(weight, manifest.target_dims, shard), file.get_slice(weight.name)
+                tensor = file.get_tensor(weight.name) if cut is None else cut.read(stored, torch.cat)
+                shape = tuple(stored.get_shape())
                 wanted = drafter_dtype if weight.name.startswith(DRAFTER) else dtype
                 wanted = getattr(torch, weight.dtype) if weight.dtype else wanted
                 if shape != weight.shape or tensor.dtype != wanted:
@@ -98,8 +91,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
 
 def quantise(weights: dict[str, Any], manifest: Manifest, networks: Fp8) -> None:
     """Put matrices in FP8 in the place of a DFlash drafter's, with its head, and of the target's layers if `networks`
-    is `on`. What a drafter computes of its context stays as it is: one product for all layers. Raises UsageError where
-    that cannot be done."""
+    is `on`; what a drafter computes of its context stays. Raises UsageError where that cannot be done."""
     if networks == "drafter" and manifest.drafting.block_size is None:
         raise UsageError(f"fp8 'drafter' is for engines with a drafter of blocks, not an {manifest.drafting.title}")
     if networks == "on" and (manifest.target_dims.experts or manifest.target_dims.delta):
@@ -111,12 +103,3 @@ def quantise(weights: dict[str, Any], manifest: Manifest, networks: Fp8) -> None
     for network, parts in wanted.items():
         for name in [n for n in weights if n.startswith(network) and n.rpartition(".")[2] in parts]:
             weights[name] = Scaled.of(weights[name])
-
-
-def _read(file: Any, name: str, cut: Cut | None) -> tuple[Tensor, tuple[int, ...]]:
-    """A tensor of a safetensors file, or this part of it, and the shape of the whole."""
-    if cut is None:
-        tensor = file.get_tensor(name)
-        return tensor, tuple(tensor.shape)
-    stored = file.get_slice(name)
-    return cut.read(stored, torch.cat), tuple(stored.get_shape())

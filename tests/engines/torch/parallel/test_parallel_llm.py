@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_builds import CHATS
 from pacing import complete
-from ranks import hang, hang_when_started
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import EngineError, UsageError
@@ -22,8 +22,8 @@ from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel import engine as parallel
-from ddtree_trt.runtime.engines.torch.parallel import ranks
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
+from ddtree_trt.runtime.engines.torch.parallel.ranks import Group, RankConfig
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
@@ -94,20 +94,19 @@ def test_a_killed_rank_ends_an_engine_that_serves(directory: Path) -> None:
         llm.shutdown()
 
 
-def test_a_rank_that_hangs_ends_in_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_ends_in_an_error(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it opens, from which nothing is left behind, and in the middle of a pass."""
     manifest, opens = load_manifest(directory), "an engine of 2 ranks could not be opened: "
     with monkeypatch.context() as patch:
-        patch.setattr(ranks, "run_worker", hang_when_started)
-        with pytest.raises(EngineError, match=f"{opens}rank 0 of 2 failed: RuntimeError: Wait timeout"):
-            ParallelEngine.open(directory, manifest, TWO, timeout_s=0.5)
-        patch.setattr(ranks, "run_worker", hang)
-        patch.setattr(parallel, "OPENING_S", 0.5)
+        patch.setattr(parallel, "OPENING_S", 0.1)  # a process takes longer to start
         with pytest.raises(EngineError, match=f"{opens}rank 1 of 2 did not report 'here' in time"):
             ParallelEngine.open(directory, manifest, TWO)
     assert not multiprocessing.active_children()
+    alone = RankConfig(0, 2, str(tmp_path / "store"), torch.device("cpu"), 1, directory, manifest, timeout_s=0.1)
+    with pytest.raises(RuntimeError, match="Wait timeout"):
+        Group(alone)
 
-    engine = ParallelEngine.open(directory, manifest, TWO, timeout_s=3.0)
+    engine = ParallelEngine.open(directory, manifest, TWO, timeout_s=2.0)
     (process,) = engine._workers.processes
     engine.prefill(0, np.arange(20), rows="last", taps=True)
     with pytest.raises(UsageError, match="is in a process group of torch"):

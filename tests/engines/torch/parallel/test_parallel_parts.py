@@ -169,12 +169,8 @@ def test_a_network_that_does_not_divide_is_refused(size: int, dims: dict[str, An
     manifest = replace(load_manifest(directory), target_dims=dims_of(FAMILIES["qwen3"], **dims))
     with pytest.raises(UsageError, match=said):
         check_split(manifest, size)
-
-
-def test_few_heads_of_keys_and_values_are_for_groups_of_ranks(directory: Path) -> None:
-    manifest = replace(load_manifest(directory), target_dims=dims_of(FAMILIES["qwen3"], num_heads=16))
-    for size in (2, 4, 8, 16):
-        check_split(manifest, size)
+    for size in (2, 4, 8, 16):  # few heads of keys and values are for groups of ranks
+        check_split(replace(manifest, target_dims=dims_of(FAMILIES["qwen3"], num_heads=16)), size)
 
 
 def test_other_drafters_are_refused(tmp_path: Path) -> None:
@@ -195,6 +191,5 @@ def test_other_backends_and_options_are_refused(tiny_engine: Path) -> None:
         LLM(tiny_engine, tensor_parallel_size=2)
     with pytest.raises(UsageError, match="device_rounds is on, but a split target"):
         LLM(tiny_engine, tensor_parallel_size=2, device_rounds="on")
-    for size in (0, 65):
-        with pytest.raises(UsageError, match=f"tensor_parallel_size must be from 1 to 64, not {size}"):
-            LLM(tiny_engine, tensor_parallel_size=size)
+    with pytest.raises(UsageError, match="tensor_parallel_size must be from 1 to 64, not 65"):
+        LLM(tiny_engine, tensor_parallel_size=65)

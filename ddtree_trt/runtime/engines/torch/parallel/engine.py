@@ -1,7 +1,5 @@
-"""The engine of several ranks, as rank 0 has it: all of them do every call, each over its part of the target.
-
-Rank 0 runs the decode loop. A call is a function of a rank's engine and its arguments.
-"""
+"""The engine of several ranks, as rank 0 has it, which runs the decode loop: all of them do every call, a function of a
+rank's engine and its arguments, each over its part of the target."""
 
 from __future__ import annotations
 
@@ -12,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
@@ -56,11 +53,8 @@ def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> E
 
 
 class ParallelEngine(SlotCalls):
-    """The `Engine` protocol over all ranks. One thread calls it.
-
-    A rank that fails or takes too long ends the engine: that call and all later ones raise EngineError, whose text says
-    which rank failed and how. Ctrl-C waits for the end of a pass, and the engine goes on.
-    """
+    """The `Engine` protocol over all ranks. One thread calls it. A rank that fails or takes too long ends the engine:
+    that call and all later ones raise EngineError. Ctrl-C waits for the end of a pass, and the engine goes on."""
 
     mixes = False
     rounds = None  # rounds on the device have no host that could lead other ranks
@@ -81,12 +75,10 @@ class ParallelEngine(SlotCalls):
     def open(
         cls, directory: Path, manifest: Manifest, options: EngineOptions, *, timeout_s: float = TIMEOUT_S
     ) -> ParallelEngine:
-        """Load an engine directory whose digests were checked over several ranks: this process and others, which it
-        starts. Each takes a GPU of this machine, or where it has none some of the processor's threads.
-
-        Raises UsageError for an engine that cannot be split so, too few GPUs, or a process that has a process group
-        already, EngineError for ranks that fail or take too long, and what `TorchEngine.open` raises.
-        """
+        """Load an engine directory whose digests were checked, over this process and others that it starts, each with a
+        GPU or some of the processor's threads. Raises UsageError for an engine that cannot be split so, too few GPUs,
+        or a process that has a process group already, EngineError for ranks that fail or take too long, and what
+        `TorchEngine.open` raises."""
         size, threads = options.ranks, options.threads
         check_split(manifest, size)
         weight_bytes, devices = manifest.files[artifact.TORCH_WEIGHTS].size, _devices(size)
@@ -96,8 +88,8 @@ class ParallelEngine(SlotCalls):
                 "its own; close that first"
             )
         if devices[0].type == "cpu":
-            shared = 1 if weight_bytes < SINGLE_THREAD_BYTES else max(torch.get_num_threads() // size, 1)
-            threads = threads or shared
+            small = weight_bytes < SINGLE_THREAD_BYTES
+            threads = threads or (1 if small else max(torch.get_num_threads() // size, 1))
             torch.set_num_threads(threads)
         deadline = time.monotonic() + OPENING_S + weight_bytes / DISK_BYTES_PER_S
         folder = tempfile.TemporaryDirectory(prefix="ddtree-ranks-")
@@ -160,14 +152,11 @@ class ParallelEngine(SlotCalls):
         self.release()
 
     def _whole(self, verdict: Verdict, number: int) -> Verdict:
-        """A verdict with whole rows of logits, gathered from all ranks when the first of them is read; `number` is its
-        place among those of its pass."""
-        gathered: list[Tensor] = []
+        """The verdict of that number in its pass, with whole rows of logits, gathered when one is read."""
+        gathered = cache(lambda: self._call(whole_rows, number))
 
         def fetch(start: int, stop: int, columns: slice) -> NDArray[Any]:
-            if not gathered:
-                gathered.append(self._call(whole_rows, number))
-            rows: NDArray[Any] = gathered[0][start:stop, columns].cpu().numpy()
+            rows: NDArray[Any] = gathered()[start:stop, columns].cpu().numpy()
             return rows
 
         rows = LazyRows(len(verdict.logits), self.manifest.target_dims.vocab_size, fetch)
@@ -196,15 +185,13 @@ class ParallelEngine(SlotCalls):
 
 
 def _cause(error: BaseException, workers: Workers, size: int) -> str:
-    """What has ended an engine in which rank 0 had this error: of torch.distributed it is that others did not answer,
-    and they may say why."""
+    """What has ended an engine in which rank 0 had this error: other ranks may say why."""
     other = workers.find_failure() if isinstance(error, (RuntimeError, OSError)) else None
     return other or (str(error) if isinstance(error, EngineError) else f"rank 0 of {size} failed: {told(error)}")
 
 
 def _devices(size: int) -> list[torch.device]:
-    """The devices of the ranks: the process's current GPU first, or the CPU for all where there is no GPU. Raises
-    UsageError where there are fewer GPUs than ranks."""
+    """The devices of the ranks, the current GPU first, or the CPU. Raises UsageError for too few GPUs."""
     first = choose_device()
     if first.type == "cpu":
         return [first] * size
@@ -217,8 +204,7 @@ def _devices(size: int) -> list[torch.device]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Handle a Ctrl-C in the main thread at the end of the block: in the middle of a pass it would leave the other
-    ranks waiting."""
+    """Handle a Ctrl-C in the main thread at the end of the block, when no rank waits in a pass."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

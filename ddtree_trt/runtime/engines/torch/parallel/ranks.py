@@ -52,10 +52,7 @@ class Group(Shard):
     """This process among all ranks. Every method is called by all of them, in the same order."""
 
     def __init__(self, config: RankConfig) -> None:
-        """Meet the other ranks, which must be there within the timeout.
-
-        Makes the process's default group of torch.distributed, so there must be none.
-        """
+        """Meet the other ranks within the timeout, in the process's default group of torch.distributed."""
         super().__init__(config.rank, config.size)
         timeout, device = timedelta(seconds=config.timeout_s), config.device
         store = FileStore(config.store, config.size)
@@ -67,14 +64,8 @@ class Group(Shard):
         os.environ.update(chosen)
         gpu = device if device.type == "cuda" else None
         try:
-            dist.init_process_group(
-                "nccl" if gpu else "gloo",
-                store=store,
-                rank=config.rank,
-                world_size=config.size,
-                timeout=timeout,
-                device_id=gpu,
-            )
+            ranks: dict[str, Any] = {"rank": config.rank, "world_size": config.size}
+            dist.init_process_group("nccl" if gpu else "gloo", store=store, timeout=timeout, device_id=gpu, **ranks)
         finally:
             for name in chosen:
                 del os.environ[name]
@@ -100,8 +91,7 @@ class Group(Shard):
 
 
 def open_part(config: RankConfig, shard: Shard) -> TorchEngine:
-    """Load this rank's part of an engine: of split weights, it alone is read. Raises ArtifactError as
-    `TorchEngine.open` does."""
+    """Load this rank's part of an engine. Raises ArtifactError as `TorchEngine.open` does."""
     check_device(config.directory, config.manifest, config.device)
     weights = read_weights(config.directory, config.manifest, config.device, shard)
     return TorchEngine(local_manifest(config.manifest, shard), weights, config.device, shard)
@@ -116,8 +106,7 @@ def whole_rows(engine: TorchEngine, number: int) -> Tensor:
 
 
 def run_worker(config: RankConfig, rank_0: Connection) -> None:
-    """Be a rank until rank 0 closes the engine or its process ends. `rank_0` gives the calls, and takes HERE, READY and
-    the text of an error, which ends this process."""
+    """Be a rank until rank 0 closes the engine or its process ends. `rank_0` gives the calls, and takes reports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which closes the engine
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
@@ -139,9 +128,8 @@ def run_worker(config: RankConfig, rank_0: Connection) -> None:
 
 def _end_with_rank_0() -> None:
     """End this process, whatever it waits for, when rank 0's has ended: a kernel on a GPU may wait without an end."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "rank 0 starts the others"
-    parent.join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     os._exit(1)
 
 
@@ -185,13 +173,12 @@ class Workers:
                 raise EngineError(f"{self._name(number)} {said}")
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Have every rank call a function of its engine. Raises OSError where one has ended."""
+        """Have every rank call it with its engine. Raises OSError where one has ended."""
         call = ForkingPickler.dumps((function, arguments))
         for connection in self._connections:
             connection.send_bytes(call)
 
     def lost(self) -> bool:
-        """Whether a rank has ended."""
         return any(process.exitcode is not None for process in self.processes)
 
     def find_failure(self) -> str | None:

@@ -1,7 +1,6 @@
 """Which part of a target each rank holds: attention heads, columns of MLPs and of experts, rows of the vocabulary.
 
-The drafter is whole on every rank. It has few layers, so that what splitting them saves, a part of the time their
-weights take to be read, is no more than the two sums over ranks that each would then wait for.
+The drafter is whole on every rank: splitting its few layers would save no more than the sums over ranks would cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +44,7 @@ def even_part(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class Vocabulary:
-    """V tokens, of which this rank has those from `start` on, `rows` of them. With one rank each method is PyTorch's
-    function of that name."""
+    """V tokens, of which this rank has `rows` from `start` on. With one rank each method is PyTorch's function."""
 
     def __init__(self, size: int, shard: Shard = ALONE) -> None:
         """`size` is V. Ids are exchanged as float32, which holds all of 24 bits."""
@@ -65,8 +63,7 @@ class Vocabulary:
         return self._shard.all_reduce(found * inside[..., None])
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """int64 [R]: the token with the highest of this rank's logits [R, rows] and those of the others, the first of
-        equal ones."""
+        """int64 [R]: the token with the highest of all ranks' logits [R, rows], the first of equal ones."""
         if self._shard.size == 1:
             return logits.argmax(-1)
         best, ids = logits.max(-1)
@@ -82,7 +79,10 @@ class Vocabulary:
             torch.ops.ddtree.draft_top(logits, normalised, best, ids)
             return best, ids
         best, ids = self._topk(logits, k)
-        return best - self._logsumexp(logits) if normalised else best, ids
+        if not normalised:
+            return best, ids
+        total = logits.logsumexp(-1, keepdim=True)
+        return best - (total if self._shard.size == 1 else self._shard.gather(total).logsumexp(0)), ids
 
     def _topk(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if self._shard.size == 1:
@@ -94,10 +94,6 @@ class Vocabulary:
         values, ids = (x.transpose(0, 1).flatten(1) for x in found)
         values, order = values.topk(k, -1)
         return values, ids.gather(1, order)
-
-    def _logsumexp(self, logits: Tensor) -> Tensor:
-        total = logits.logsumexp(-1, keepdim=True)
-        return total if self._shard.size == 1 else self._shard.gather(total).logsumexp(0)
 
     def join(self, logits: Tensor) -> Tensor:
         """Whole rows [R, V] of the logits [R, rows] of all ranks, on every rank."""
@@ -124,14 +120,12 @@ class Cut(NamedTuple):
     ranges: Sequence[Range]
 
     def read(self, stored: Any, join: Callable[..., Any]) -> Any:
-        """The part of a tensor that is sliced as arrays are, such as a slice of a safetensors file; `join` joins pieces
-        along an axis."""
+        """The part of what is sliced as arrays are, such as a safetensors slice; `join` joins pieces along an axis."""
         return join([stored[(slice(None),) * self.axis + (slice(*each),)] for each in self.ranges], self.axis)
 
 
 def check_split(manifest: Manifest, size: int) -> None:
-    """Raises UsageError where an engine cannot be split over `size` ranks; its text says what does not fit, and the
-    sizes that do."""
+    """Raises UsageError, with what does not fit, where an engine cannot be split over `size` ranks."""
     if manifest.drafting.drafts != "block":
         raise UsageError(
             f"{SPLIT} {size} is for engines with a drafter of blocks, {manifest.name} has an "
@@ -159,8 +153,7 @@ def _obstacle(dims: TransformerDims, size: int) -> str | None:
 
 
 def kv_heads(dims: TransformerDims, rank: int, size: int) -> Range:
-    """The heads of keys and values that a rank holds. Where there are fewer heads than ranks, several ranks hold the
-    one that their queries attend to."""
+    """The heads of keys and values of a rank; where there are fewer than ranks, several hold the same one."""
     if dims.num_kv_heads >= size:
         return even_part(dims.num_kv_heads, rank, size)
     head = rank * dims.num_kv_heads // size
