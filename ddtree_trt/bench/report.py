@@ -1,21 +1,18 @@
-"""A result as figures of each case, as text, and as a picture.
+"""A result as figures of each case, and as text.
 
 Speedup is the DDTree paper's: the mean over prompts of seconds per token of `ar`, divided by that of the case; its
 interval is a bootstrap over prompts. τ is the mean over prompts of tokens committed per round, bonus token included.
 All else is a median over prompts. Repeats of a prompt count as their median.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
 from ddtree_trt.bench.measure import BASELINE, BenchResult, Outcome, Sample
 from ddtree_trt.device.cpu import busy_warning
-from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 RESAMPLES, TAILS = 2000, (2.5, 97.5)
@@ -49,11 +46,11 @@ class Row:
     comparable: int  # outputs that were compared
 
 
-def summarize(samples: Sequence[Sample], *, pooled: bool = False) -> list[Row]:
-    """A row of each prompt set and case, in the order they were measured; `pooled` takes all sets as one."""
+def summarize(samples: Sequence[Sample]) -> list[Row]:
+    """A row of each prompt set and case, in the order they were measured."""
     groups: dict[str, dict[str, list[Sample]]] = {}
     for sample in sorted(samples, key=lambda s: s.case != BASELINE):
-        groups.setdefault("all" if pooled else sample.source, {}).setdefault(sample.case, []).append(sample)
+        groups.setdefault(sample.source, {}).setdefault(sample.case, []).append(sample)
     return [
         _row(source, case, mine, cases[BASELINE]) for source, cases in groups.items() for case, mine in cases.items()
     ]
@@ -150,41 +147,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         for first, *others in (cells[0], rule, *cells[1:])
     ]
     return ["| " + " | ".join(row) + " |" for row in cells]
-
-
-def require_matplotlib() -> None:
-    """Raises MissingDependency where matplotlib is not installed. Called before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
-
-
-def draw(result: BenchResult, path: Path) -> None:
-    """Write a picture, all prompt sets together: speedup of each case, milliseconds of a round by stage, and τ and
-    speedup against the tree budget."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    rows = summarize(result.samples, pooled=True)
-    colours = ("#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#888888")
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    speed, stage, budget = figure.subplots(1, 3)
-    for place, row in enumerate(reversed(rows)):
-        s, start = row.speedup, 0.0
-        speed.barh(place, s.value, xerr=[[s.value - s.low], [s.high - s.value]], color=colours[2])
-        for name, colour in zip(STAGES, colours, strict=True):
-            width = row.stage_ms.get(name, 0.0)
-            stage.barh(place, width, left=start, color=colour, label=None if place else name)
-            start += width
-    for axis, title in ((speed, "speedup over ar (95 % interval)"), (stage, "milliseconds of a round by stage")):
-        axis.set_yticks(range(len(rows)), [row.case for row in reversed(rows)])
-        axis.set_title(title)
-    fixed = [(int(size), row) for row in rows if (size := row.case.rpartition("@")[2]).isdigit()]
-    budget.plot([size for size, _ in fixed], [row.tau for _, row in fixed], "o-", label="tokens per round (τ)")
-    budget.plot([size for size, _ in fixed], [row.speedup.value for _, row in fixed], "o-", label="speedup over ar")
-    budget.set_title("against the tree budget")
-    for axis in (stage, budget):
-        axis.legend(fontsize=8)
-    figure.supxlabel(
-        f"{result.engine['name']} {result.engine['precision']} · {result.environment['machine']}", fontsize=8
-    )
-    figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)

@@ -1,4 +1,4 @@
-"""`ddtree-trt export-triton` and `export-trtllm`: an engine for Triton, its pair for TensorRT-LLM."""
+"""`ddtree-trt export-triton`: an engine for Triton."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,21 +35,3 @@ def export_triton(
         model = triton.export_triton(engine_dir, repository, model_name, options, progress=progress)
     print(f"exported {model}: {options.layout} layout, {'linked' if options.link else 'copied'} engine")
     print(f"next: see {model / 'README.md'}")
-
-
-def export_trtllm(
-    engine_dir: EngineDirectory,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; made if missing.")],
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|ID", help="The target's checkpoint, if the engine was built from a local one."),
-    ] = None,
-    drafter: Annotated[str | None, typer.Option(metavar="DIR|ID", help="The drafter's, likewise.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
-) -> None:
-    """Export an engine's pair for TensorRT-LLM's own DFlash."""
-    from ddtree_trt.trtllm_export import CONFIG, RELEASE, export_pair
-
-    export_pair(engine_dir, directory, checkpoint=checkpoint, drafter=drafter, force=force)
-    print(f"exported {directory}: DFlash for TensorRT-LLM {RELEASE}")
-    print(f"next: see {directory / CONFIG}")
