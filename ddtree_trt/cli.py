@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from ddtree_trt import __version__
 from ddtree_trt.commands.bench import bench, check
 from ddtree_trt.commands.build import build
-from ddtree_trt.commands.export import export_triton
+from ddtree_trt.commands.export import export_triton, export_trtllm
 from ddtree_trt.commands.inspect import doctor, inspect
 from ddtree_trt.commands.run import run
 from ddtree_trt.commands.serve import run_batch, serve
@@ -93,7 +93,7 @@ def options(
         raise typer.Exit(2)
 
 
-for command in (build, run, serve, run_batch, check, bench, export_triton, inspect, doctor):
+for command in (build, run, serve, run_batch, check, bench, export_triton, export_trtllm, inspect, doctor):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""`ddtree-trt export-triton`: an engine for Triton."""
+"""`ddtree-trt export-triton` and `export-trtllm`: an engine for Triton, its pair for TensorRT-LLM."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,3 +35,17 @@ def export_triton(
         model = triton.export_triton(engine_dir, repository, model_name, options, progress=progress)
     print(f"exported {model}: {options.layout} layout, {'linked' if options.link else 'copied'} engine")
     print(f"next: see {model / 'README.md'}")
+
+
+def export_trtllm(
+    engine_dir: EngineDirectory,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|ID", help="The target's checkpoint, if the engine was built from a local one."),
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(metavar="DIR|ID", help="The drafter's, likewise.")] = None,
+) -> None:
+    """Print an engine's pair for TensorRT-LLM's own DFlash."""
+    from ddtree_trt.trtllm_export import export_pair
+
+    print(export_pair(engine_dir, checkpoint=checkpoint, drafter=drafter), end="")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.measure import Outcome, Request
-from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import locate, named_source
 from ddtree_trt.errors import UsageError
+from ddtree_trt.trtllm_export import check_same
 
 
 class Peer(Protocol):
@@ -64,16 +64,6 @@ class PeerContext:
             found.append(locate(wanted, option).path)
             check_same(found[-1], identity, option)
         return found[0], found[1]
-
-
-def check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
-    """Raises UsageError where the checkpoint is not the one the engine was built from."""
-    found = load_checkpoint(directory).identify().sha256
-    if found != expected.sha256:
-        raise UsageError(
-            f"{option} {directory} is not what the engine was built from: its sha256 begins with {found[:12]}, the "
-            f"engine's {expected.name} with {expected.sha256[:12] or 'nothing'}; give the same checkpoint"
-        )
 
 
 class TokenClock:

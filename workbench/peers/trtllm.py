@@ -1,5 +1,7 @@
-"""TensorRT-LLM's LLM API on its PyTorch backend: autoregressive, and DFlash where the engine has such a drafter. Names
-are those of TensorRT-LLM 1.4.0rc1."""
+"""TensorRT-LLM's LLM API on its PyTorch backend: autoregressive, and DFlash where the engine has such a drafter.
+
+Both run with the settings that `ddtree-trt export-trtllm` prints.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,12 @@ from typing import Any
 import tensorrt_llm
 from tensorrt_llm import llmapi
 
-from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.measure import Outcome, Request
 from ddtree_trt.build.sources import is_gguf
 from ddtree_trt.errors import UsageError
+from ddtree_trt.trtllm_export import SPECULATIVE, Model, settings
 from workbench.peers.base import PeerContext, TokenClock
 
-SPECULATIVE = "speculative_config"
 # Two models share the GPU; block reuse is off because every request of a benchmark starts cold.
 CACHE = {"free_gpu_memory_fraction": 0.3, "enable_block_reuse": False}
 
@@ -27,15 +28,9 @@ class TensorRTLLMPeer:
         (target, drafter), manifest = context.checkpoints(), context.manifest
         if is_gguf(target):
             raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {target} is one: leave the peer out")
-        model, kind, precision = str(target), manifest.drafting, PRECISIONS[manifest.precision]
-        # The engine's type if it has 16 bits, else the one that the checkpoint is stored in.
-        dtype = precision.dtype if precision.half else "auto"
-        config: dict[str, Any] = {"dtype": dtype, "max_seq_len": manifest.limits.max_seq_len}
+        model, config = str(target), {"dtype": "auto", "max_seq_len": manifest.limits.max_seq_len}
         if manifest.drafter_kind == "dflash":
-            if features := kind.dims.features():
-                raise UsageError(f"TensorRT-LLM's DFlash is not known to compute {', '.join(features)}; leave it out")
-            length = {"max_draft_len": kind.dims.draft_length, "speculative_model": str(drafter)}
-            config[SPECULATIVE] = {"decoding_type": "DFlash", **length}
+            config = settings(manifest, Model(model), Model(str(drafter)))
         self._models = {"ar": _load(model, {name: value for name, value in config.items() if name != SPECULATIVE})}
         if SPECULATIVE in config:
             self._models["dflash"] = _load(model, config)
