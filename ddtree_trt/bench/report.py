@@ -1,18 +1,21 @@
-"""A result as figures of each case, and as text.
+"""A result as figures of each case, as text, and as a picture.
 
 Speedup is the DDTree paper's: the mean over prompts of seconds per token of `ar`, divided by that of the case; its
 interval is a bootstrap over prompts. τ is the mean over prompts of tokens committed per round, bonus token included.
 All else is a median over prompts. Repeats of a prompt count as their median.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
 from ddtree_trt.bench.measure import BASELINE, BenchResult, Outcome, Sample
 from ddtree_trt.device.cpu import busy_warning
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 RESAMPLES, TAILS = 2000, (2.5, 97.5)
@@ -147,3 +150,36 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         for first, *others in (cells[0], rule, *cells[1:])
     ]
     return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def require_matplotlib() -> None:
+    """Raises MissingDependency where matplotlib is not installed. Called before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
+
+
+def draw(result: BenchResult, path: Path) -> None:
+    """Write a picture, all prompt sets together: speedup of each case, milliseconds of a round by stage, and τ and
+    speedup against the tree budget."""
+    from matplotlib.figure import Figure
+
+    rows = summarize([replace(sample, source="all") for sample in result.samples])
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    speed, stage, budget = figure.subplots(1, 3)
+    for place, row in enumerate(reversed(rows)):
+        s, start = row.speedup, 0.0
+        speed.barh(place, s.value, xerr=[[s.value - s.low], [s.high - s.value]], color="C0")
+        for number, name in enumerate(STAGES):
+            width = row.stage_ms.get(name, 0.0)
+            stage.barh(place, width, left=start, color=f"C{number}", label=None if place else name)
+            start += width
+    for axis, title in ((speed, "speedup over ar (95 % interval)"), (stage, "milliseconds of a round by stage")):
+        axis.set_yticks(range(len(rows)), [row.case for row in reversed(rows)])
+        axis.set_title(title)
+    fixed = [(int(size), row) for row in rows if (size := row.case.rpartition("@")[2]).isdigit()]
+    budget.plot([size for size, _ in fixed], [row.tau for _, row in fixed], "o-", label="tokens per round (τ)")
+    budget.plot([size for size, _ in fixed], [row.speedup.value for _, row in fixed], "o-", label="speedup over ar")
+    budget.set_title("against the tree budget")
+    for axis in (stage, budget):
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,6 +1,7 @@
 """Where a checkpoint comes from, and finding it: a path, the Hugging Face hub, this package, or another one."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ class LocalSource:
 
     @property
     def engine_name(self) -> str:
-        """The name of an engine that is given none: a GGUF file's without its ending."""
-        return self.path.stem if is_gguf(self.path) else checkpoint_name(self.path)
+        """The name of an engine that is given none: a GGUF file's without its ending and its number as a part."""
+        return re.sub(r"-\d{5}-of-\d{5}$", "", self.path.stem) if is_gguf(self.path) else checkpoint_name(self.path)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def bench(
     *,
     settings: BenchSettings,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the result, as PNG or SVG.")] = None,
 ) -> None:
     """Measure methods and budgets, interleaved.
 
@@ -42,18 +43,22 @@ def bench(
         raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {budgets!r}") from None
     directory = engine_dir or newest_engine()
     settings = replace(settings, engine=str(directory), methods=tuple(_items(methods)), budgets=tuple(sizes))
-    if json is not None and json != STDOUT:  # before hours of measuring
-        if json.is_dir():
-            raise UsageError(f"{json} is a directory; give the name of a file")
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot draws a PNG or an SVG, by the file's name; {plot.name!r} is neither")
+    for file in (each for each in (json, plot) if each is not None and each != STDOUT):  # before hours of measuring
+        if file.is_dir():
+            raise UsageError(f"{file} is a directory; give the name of a file")
         try:
-            json.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=json.parent).close()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=file.parent).close()
         except OSError as error:
-            raise UsageError(f"cannot write into {json.parent}: {error.strerror}") from error
+            raise UsageError(f"cannot write into {file.parent}: {error.strerror}") from error
 
     from ddtree_trt.bench import report
     from ddtree_trt.bench.measure import Session, engine_runs, measure
 
+    if plot is not None:
+        report.require_matplotlib()
     with terminal.progress_bars() as progress, closing(Session(directory, settings)) as session:
         result = measure(session, settings, engine_runs(session, settings), progress)
     if json == STDOUT:
@@ -62,6 +67,8 @@ def bench(
         json.write_text(result.to_json(), encoding="utf-8")
     if json != STDOUT:
         print(report.text(result), end="")
+    if plot is not None:
+        report.draw(result, plot)
 
 
 def _items(text: str) -> list[str]:

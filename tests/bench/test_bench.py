@@ -168,15 +168,22 @@ def test_figures_are_what_they_are_said_to_be() -> None:
     assert "Do not trust" not in report.text(replace(RESULT, environment={**RESULT.environment, "load_1min": 0.1}))
 
 
+def test_pictures_need_matplotlib(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, out, err = cli("bench", tmp_path, "--plot", tmp_path / "d.png")
+    assert (code, out) == (1, "") and "pictures need matplotlib" in err and "bench]" in err
+
+
 def test_a_run_is_shown_and_kept(tiny_engine: Path, tmp_path: Path, cli: Cli) -> None:
     quick = ("--limit", 2, "--max-tokens", 8, "--budgets", "4,auto")
-    code, out, err = cli("bench", tiny_engine, *quick, "--json", tmp_path / "new/r.json")
+    code, out, err = cli("bench", tiny_engine, *quick, "--json", tmp_path / "new/r.json", "--plot", tmp_path / "p.png")
     assert (code, err) == (0, ""), err
     assert all(
         word in out for word in ("| dflash ", "| ddtree@auto ", "tokens/s", "τ", "Milliseconds per round by stage")
     )
     kept = json.loads((tmp_path / "new/r.json").read_text())
     assert kept["settings"]["budgets"] == [4, "auto"] and len(kept["samples"]) == 8 and kept["schema_version"] == 2
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

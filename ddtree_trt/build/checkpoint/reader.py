@@ -179,7 +179,7 @@ def _open_gguf(path: Path) -> dict[str, Any]:
     _check_tensors(path, "metadata", file.tensors, expected, {DIVISORS, *unused_tensors(file, config.dims)})
     return {
         "config": config,
-        "files": (path,),
+        "files": file.paths,
         "tensors": {name: file.tensors[next(iter(stored[name]))] for name in shapes},
         "shapes": shapes,
         "quantizers": {},

@@ -367,7 +367,6 @@ def test_types_that_cannot_be_converted(target: Path, tmp_path: Path) -> None:
     [
         ({"general.architecture": "gemma3"}, "'general.architecture' is 'gemma3', only dense Qwen3"),
         ({"qwen3.block_count": None}, "it has no qwen3.block_count"),
-        ({"split.count": 2}, "is one of 2 parts, which are not read; join them with llama.cpp's llama-gguf-split"),
         ({"qwen3.block_count": 4}, "lacks blk.3."),
         ({"qwen3.attention.key_length": 8}, "attention.value_length' is 16, which is not implemented; only 8 is"),
         ({"qwen3.vocab_size": 100}, "'qwen3.vocab_size' is 100, but token_embd.weight has 96 rows"),
@@ -397,6 +396,24 @@ def test_what_a_file_may_leave_out(family: Any, tmp_path: Path) -> None:
     without = {f"{family.model_type}.{name}": None for name in names}
     file = make_gguf(target, tmp_path / "m.gguf", metadata=without)
     assert load_checkpoint(file).dims == load_checkpoint(target).dims
+
+
+def test_a_split_file(target: Path, tmp_path: Path) -> None:
+    first = make_gguf(target, tmp_path / "m.gguf", split=12)
+    second, third = (tmp_path / f"m-0000{i}-of-00003.gguf" for i in (2, 3))
+    assert_same_values(load_checkpoint(first), load_checkpoint(target))
+    assert len(load_checkpoint(first).files) == 3 and BuildRequest(checkpoint=first).name == "m"
+    parts = "is one of 3 parts, which must lie beside each other; "
+    assert f"{parts}give the first, {first.name}" in refusal(second)
+    data = second.read_bytes()
+    second.unlink()
+    assert f"{parts}fetch {second.name} too" in refusal(first)
+    second.write_bytes(third.read_bytes())
+    assert "is in an earlier part too" in refusal(first)
+    second.write_bytes(data[: len(data) // 2])
+    assert f"{second.name}: " in refusal(first) and "cut short" in refusal(first)
+    renamed = first.rename(tmp_path / "renamed.gguf")
+    assert f"{parts}give the first, NAME-00001-of-00003.gguf" in refusal(renamed)
 
 
 def test_without_the_gguf_package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

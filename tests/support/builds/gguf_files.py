@@ -200,15 +200,18 @@ def make_gguf(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
     raw: Mapping[str, tuple[np.ndarray, str]] | None = None,
+    split: int = 0,
 ) -> Path:
     """Write a checkpoint as a GGUF file with matrices of the type `kind`; norms and biases are always F32.
 
     `metadata` overrides entries, None removes one; so do `tensors`. `raw` are stored bytes [rows, bytes] and types.
+    `split` is the most tensors in one of several files, of which the first is returned.
     """
     config = json.loads((directory / "config.json").read_text())
     entries = {**metadata_of(directory), **(metadata or {})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture", architecture(config))))
+    family = str(entries.pop("general.architecture", architecture(config)))
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=split)
     for key, value in entries.items():
         if value is not None:
             _add(writer, key, value)
@@ -225,7 +228,7 @@ def make_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf")))) if split else path
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
