@@ -4,7 +4,6 @@ the report on an engine directory. Imports nothing that is slow to load."""
 import dataclasses
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,16 @@ from typing import Any
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BACKENDS, ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
-from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.choice import choose_backend
 from ddtree_trt.device.cpu import Cpu, read_cpu
-from ddtree_trt.device.gpus import Gpu, available_bytes
+from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, Survey, survey_machine
-from ddtree_trt.errors import ArtifactError, DDTreeError, MissingDependency, install_with
+from ddtree_trt.errors import DDTreeError, MissingDependency, install_with
 from ddtree_trt.plugins import ABI, library
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
@@ -31,8 +29,6 @@ _PACKAGES = (
     *("numpy", "onnx", *_ONNXRUNTIMES, "safetensors", "transformers", "tokenizers", "huggingface_hub", "typer", "rich"),
     *(TORCH.name, TENSORRT.name, TENSORRT_RTX.name, "cuda-python", "tritonclient"),
 )
-_RTX_USE = f"building {TENSORRT_RTX.name} engines, without a GPU too, and running them"
-
 _NEW_DRIVER = (
     f"sudo apt-get install nvidia-driver-{DRIVER}-open, and restart (Ubuntu; others: https://www.nvidia.com/drivers; "
     "in a container the host's driver counts: start it with --gpus all)"
@@ -135,7 +131,8 @@ def _checks(survey: Survey) -> Iterator[Check]:
     cuda = rtx if rtx and not survey.version(TENSORRT.modules[0]) else full
     use = "building and running tensorrt engines"
     yield installed(TENSORRT.title, TENSORRT.modules[0], use, full if gpus else None)
-    yield installed(TENSORRT_RTX.title, TENSORRT_RTX.modules[0], _RTX_USE, rtx)
+    use = "building tensorrt-rtx engines, without a GPU too, and running them"
+    yield installed(TENSORRT_RTX.title, TENSORRT_RTX.modules[0], use, rtx)
     use = "memory and graphs of tensorrt and tensorrt-rtx engines"
     yield installed("CUDA for Python", CUDA_PYTHON, use, cuda if gpus else None)
 
@@ -145,8 +142,6 @@ def _checks(survey: Survey) -> Iterator[Check]:
         use, found = f"tree attention and cache compaction in {where}", library_name in survey.libraries
         detail = _library_detail(library_name, found)
         yield Check(library_name, found, detail, use, library.BUILD_HINT if gpus else None)
-    with suppress(ArtifactError):  # no engine
-        yield _check_engine(newest_engine(), gpus)
 
 
 def _library_detail(name: str, current: bool) -> str:
@@ -154,16 +149,6 @@ def _library_detail(name: str, current: bool) -> str:
     if not (current or path.is_file()):
         return "not built"
     return f"{path}, plugin ABI {ABI if current else f'{library.abi_of(path)}, this version needs {ABI}'}"
-
-
-def _check_engine(directory: Path, gpus: tuple[Gpu, ...]) -> Check:
-    """Whether an engine fits into the memory it would run in."""
-    plan = plan_manifest(load_manifest(directory))
-    available = available_bytes(plan.place, gpus)
-    found = f"{available / 1e9:.1f} GB are there" if available else "no GPU whose memory is known"
-    detail = f"{directory} takes about {plan.total_bytes / 1e9:.2f} GB on the {plan.place}; {found}"
-    fits = available is not None and plan.total_bytes <= available
-    return Check("newest engine", fits, detail, "ddtree-trt run without naming an engine")
 
 
 def _listing(versions: Mapping[str, str]) -> str:

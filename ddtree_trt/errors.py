@@ -65,10 +65,8 @@ def told(error: BaseException) -> str:
 
 def install_with(extra: str = "") -> str:
     """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree;
-    editable, because Python there meets the sources first, and only so they find the native module.
-
-    Begins with an imperative, to stand after "; " in a message.
-    """
+    editable, because Python there meets the sources first, and only so they find the native module. Begins with an
+    imperative, to stand after "; " in a message."""
     target = f"'.[{extra}]'" if extra else "."
     return f"run in a checkout of ddtree-trt: pip install --editable {target}"
 

@@ -97,25 +97,20 @@ class Between:
 
 @dataclass(frozen=True)
 class After:
-    """A function of a value that has the type; it returns the value to keep, or raises ValueError with what it must be,
-    or UsageError with a whole sentence."""
+    """A function of a value that has the type, or of any value before that is checked. It returns the value to keep, or
+    raises ValueError with what it must be, or UsageError with a whole sentence."""
 
     function: Callable[[Any], Any]
+    before: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
+        from pydantic_core import core_schema as make
 
-        return core_schema.no_info_after_validator_function(self.function, handler(source))
+        wrap = make.no_info_before_validator_function if self.before else make.no_info_after_validator_function
+        return wrap(self.function, handler(source))
 
 
-@dataclass(frozen=True)
-class Before(After):
-    """As `After`, of a value of any type, before the type is checked."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_before_validator_function(self.function, handler(source))
+Before = functools.partial(After, before=True)
 
 
 @dataclass(frozen=True)
@@ -132,8 +127,6 @@ class Pattern:
         schema = core_schema.str_schema(pattern=rf"^(?:{self.expression})\Z", regex_engine="python-re", strict=True)
         return _must_be(self.meaning, schema)
 
-
-# Errors
 
 _NAMES = {
     "int_type": "an integer",
@@ -192,9 +185,6 @@ class Source:
     def fault(self, problem: str) -> DDTreeError:
         """The error for a problem, which is a whole sentence or begins with the name of a field."""
         return self.error(f"{self.where}: {printable(problem[:_PROBLEM_CHARACTERS])}; {self.advice}")
-
-
-# Reading
 
 
 @functools.cache
@@ -270,10 +260,8 @@ def parse_json(data: bytes | str, source: Source) -> Any:
 
 
 def read_record(cls: type[_T], data: Any, source: Source, path: str = "", **kinds: Any) -> _T:
-    """A frozen dataclass from a JSON object that has its fields and no others; `kinds` narrows a field's type.
-
-    `path` is where in the file it is, for messages. Raises the source's error.
-    """
+    """A frozen dataclass from a JSON object that has its fields and no others; `kinds` narrows a field's type. `path`
+    is where in the file it is, for messages. Raises the source's error."""
     if not isinstance(data, dict):
         raise source.fault(f"{path or 'it'} must be an object, found {shown(data)}")
     return cls(**read_value(_fields_of(cls, **kinds), data, source, path))
@@ -317,9 +305,6 @@ class Fields:
 
     def integer(self, name: str, within: Between, default: int = _REQUIRED) -> int:
         return self.value(name, Annotated[int, within], default)
-
-    def number(self, name: str, within: Between, default: float = _REQUIRED) -> float:
-        return self.value(name, Annotated[float, within], default)
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         return self.value(name, str, default)

@@ -1,7 +1,6 @@
 """What TensorRT-LLM needs to run an engine's pair with its own DFlash: `ddtree-trt export-trtllm`.
 
-A directory gets a file for `trtllm-serve --config`, whose keys are fields of TensorRT-LLM's `TorchLlmArgs`, and a
-record of the pair. Users may edit it; an earlier export is replaced with `force` only.
+It is a file for `trtllm-serve --config`, whose keys are fields of TensorRT-LLM's `TorchLlmArgs`.
 """
 
 import json
@@ -15,20 +14,17 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, CheckpointIdentity, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.build.sources import GGUF, PackagedSource, is_gguf, locate, named_source
 from ddtree_trt.errors import UsageError
 
 RELEASE = "1.4.0rc1"  # whose sources the names are from
-CONFIG = "config.yaml"
-RECORD = "export.json"  # written last
 SPECULATIVE = "speculative_config"
 
 _HEAD = """\
 # Written by ddtree-trt {version} for the pair of the engine {name}: the target with the drafter's chain (DFlash). Names
 # are those of TensorRT-LLM {release}; the authors of ddtree-trt did not run it. DFlash is in its PyTorch backend, as
 # far as its documents say in 1.3.0rc27 and later pre-releases. Without its last field the target runs alone:
-#   trtllm-serve {target} --config {config} --port 8000
+#   trtllm-serve {target} --config THIS_FILE --port 8000
 """
 _REVISION = """\
 # It takes the drafter's newest revision. The engine was built from {revision}; to run that one:
@@ -48,28 +44,19 @@ class Model(NamedTuple):
     revision: str | None = None  # a commit of the hub's repository; None for a path
 
 
-def export_pair(
-    engine_dir: Path, destination: Path, *, checkpoint: str | None, drafter: str | None, force: bool = False
-) -> None:
-    """Write the directory. `checkpoint` and `drafter` are paths or ids of the hub.
-
-    Raises UsageError for a pair that cannot be exported, ArtifactError for an engine that cannot be read, and
-    BuildError where the directory must not be replaced or cannot be written.
-    """
+def export_pair(engine_dir: Path, *, checkpoint: str | None = None, drafter: str | None = None) -> str:
+    """The file's text. `checkpoint` and `drafter` are paths or ids of the hub. Raises UsageError for a pair that cannot
+    be exported, and ArtifactError for an engine that cannot be read."""
     manifest = load_manifest(engine_dir)
     target = _find_model(manifest.target, checkpoint, "--checkpoint")
     draft = _find_model(manifest.drafter, drafter, "--drafter")
     config = settings(manifest, target, draft)
-    values = {"name": manifest.name, "target": shlex.quote(target.name), "config": CONFIG}
-    head = _HEAD.format(**values, version=__version__, release=RELEASE)
+    head = _HEAD.format(version=__version__, release=RELEASE, name=manifest.name, target=shlex.quote(target.name))
     if draft.revision is not None:
         head += _REVISION.format(name=draft.name, revision=draft.revision)
     if manifest.chat_template_args:
         head += _TEMPLATE.format(arguments=json.dumps(dict(manifest.chat_template_args)))
-    record = {"model": target.name, "target": manifest.target.sha256, "drafter": manifest.drafter.sha256}
-    with atomic_directory(destination, force=force, marker=RECORD) as directory:
-        (directory / CONFIG).write_text(head + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-        (directory / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return head + yaml.safe_dump(config, sort_keys=False)
 
 
 def settings(manifest: Manifest, target: Model, drafter: Model) -> dict[str, Any]:

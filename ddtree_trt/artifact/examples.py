@@ -16,9 +16,8 @@ class Examples:
     def prompt(self, number: int) -> str:
         """The example of that number, from 1. Raises UsageError where there is none."""
         if not 1 <= number <= len(self.prompts):
-            raise UsageError(
-                f"--example must be from 1 to {len(self.prompts)}, not {number}; --list-examples shows them"
-            )
+            found = f"from 1 to {len(self.prompts)}, not {number}"
+            raise UsageError(f"--example must be {found}; --list-examples shows them")
         return self.prompts[number - 1]
 
 
@@ -35,8 +34,5 @@ def required_examples(directory: Path) -> Examples:
     """As `read_examples`; raises UsageError for an engine that ships none."""
     examples = read_examples(directory)
     if examples is None:
-        raise UsageError(
-            f"{directory} ships no examples: only engines of the packaged pairs do, since they are built with "
-            "them; rebuild such an engine with --force, or give --prompt"
-        )
+        raise UsageError(f"{directory} ships no examples: only engines of the packaged pairs do; give --prompt")
     return examples

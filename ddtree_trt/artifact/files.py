@@ -39,10 +39,8 @@ HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P
 
 
 def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None) -> str:
-    """sha256, as hex, of a file or of several as if they were one; `report` gets the bytes read so far.
-
-    Raises OSError.
-    """
+    """sha256, as hex, of a file or of several as if they were one; `report` gets the bytes read so far. Raises
+    OSError."""
     digest, read = hashlib.sha256(), 0
     for path in paths:
         with path.open("rb") as file:
@@ -67,10 +65,8 @@ def sha256_files(stage: str, paths: Sequence[Path], progress: Progress) -> Itera
 
 
 def newest_engine() -> Path:
-    """The most recently built engine under `engines/`. Raises ArtifactError with the command that builds one.
-
-    Hidden directories are left out: they are builds in progress, or killed ones.
-    """
+    """The most recently built engine under `engines/`. Raises ArtifactError with the command that builds one. Hidden
+    directories are left out: they are builds in progress, or killed ones."""
     found = (path for path in ENGINES.glob(f"*/{MANIFEST}") if not path.parent.name.startswith("."))
     manifests = sorted(found, key=lambda path: path.stat().st_mtime)
     if not manifests:
@@ -84,10 +80,8 @@ def temporary_sibling(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file, text in UTF-8, with the permissions of the umask; it replaces an existing one.
-
-    Raises OSError; then an existing file is unchanged, and no temporary file is left.
-    """
+    """Write a file, text in UTF-8, with the permissions of the umask; it replaces an existing one. Raises OSError; then
+    an existing file is unchanged, and no temporary file is left."""
     temporary = temporary_sibling(path)
     try:
         with temporary.open("xb") as file:

@@ -31,9 +31,6 @@ BUDGETS = Between(1, 4096)
 CHUNK = Between(1, 1 << 16)
 INTERVAL = Between(0, POSITIONS.highest)
 CPU_CACHE_UNIT = 64  # UNIT of cpp_plugins/include/ddtree/cpu_attention.h
-_BYTES = Between(0, 1 << 62)
-_SECONDS = Between(0, 1e9)
-_TOKENS_PER_ROUND = Between(0, 1e6)
 _SHA256 = Pattern("[0-9a-f]{64}", "a sha256 in lower-case hex")
 
 
@@ -87,11 +84,11 @@ class CheckpointIdentity:
 
 @dataclass(frozen=True)
 class FileEntry:
-    size: Annotated[int, _BYTES]
+    size: Annotated[int, Between(0, 1 << 62)]
     sha256: Annotated[str, _SHA256]
 
 
-_Tau = Annotated[float, _TOKENS_PER_ROUND]
+_Tau = Annotated[float, Between(0, 1e6)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Manifest:
     toolchain: dict[str, str]
     tensors: dict[str, dict[str, list[str]]]  # graph → inputs / outputs, in order
     files: dict[Annotated[str, NAME], FileEntry]
-    build_seconds: Annotated[float, _SECONDS]
+    build_seconds: Annotated[float, Between(0, 1e9)]
     plugin: dict[str, str] | None = None  # name, version, namespace, abi, sha256; None: no plan has a plugin layer
     golden_tau: dict[str, tuple[_Tau, _Tau]] = field(default_factory=dict)  # method → expected range
 

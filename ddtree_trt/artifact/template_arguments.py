@@ -64,10 +64,8 @@ def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str |
 
 
 def template_variables(tokenizer: Any, source: Source) -> set[str] | None:
-    """The variables that a caller can give the tokenizer's chat template; None where it has none.
-
-    Raises the error of `source`, where the tokenizer came from, if the template is no Jinja template, or is too long.
-    """
+    """The variables that a caller can give the tokenizer's chat template; None where it has none. Raises the error of
+    `source`, where the tokenizer came from, if the template is no Jinja template, or is too long."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")

@@ -45,11 +45,12 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def mapped(self) -> NDArray[Any]:
-        """The stored values [size], read when they are used. `dtype` must be in `STORED`, and `size` not 0.
-
-        Raises OSError or ValueError when the file has changed since its header was read.
-        """
+        """The stored values [size], read when they are used. `dtype` must be in `STORED`, and `size` not 0. Raises
+        OSError or ValueError when the file has changed since its header was read."""
         return np.memmap(self.file, STORED[self.dtype], mode="r", offset=self.offset, shape=(self.size,))
+
+
+Stored = Mapping[str, StoredTensor]  # by the tensor's name
 
 
 def read_tensors(file: Path, source: Source) -> dict[str, StoredTensor]:
@@ -90,15 +91,12 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> byte
 
 def encode(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
     """The values in float32, float16 or bfloat16, little-endian; bfloat16 as its bits in uint16, which has a buffer.
-
-    `name` is what an error calls them. Raises BuildError when float16 cannot hold one.
-    """
+    `name` is what an error calls them. Raises BuildError when float16 cannot hold one."""
     if dtype == "bfloat16":
         return values.astype(ml_dtypes.bfloat16).view("<u2")
     with np.errstate(over="ignore"):
         stored = values.astype({"float32": "<f4", "float16": "<f2"}[dtype], copy=False)
     if dtype == "float16" and not np.isfinite(stored).all():
-        raise BuildError(
-            f"{name} has weights up to {float(np.abs(values).max()):g}, which fp16 cannot hold; use --precision bf16"
-        )
+        largest = float(np.abs(values).max())
+        raise BuildError(f"{name} has weights up to {largest:g}, which fp16 cannot hold; use --precision bf16")
     return stored

@@ -59,11 +59,6 @@ def kept_name(layer: int) -> str:
     return f"kept.{layer}"
 
 
-def past_names(num_layers: int) -> list[str]:
-    """Cache inputs in layer order, key before value."""
-    return [name for layer in range(num_layers) for name in cache_names("past", layer)]
-
-
-def present_names(num_layers: int) -> list[str]:
-    """Cache outputs in the order of `past_names`; bound to the same buffers."""
-    return [name for layer in range(num_layers) for name in cache_names("present", layer)]
+def plane_names(part: str, num_layers: int) -> list[str]:
+    """`cache_names` of all layers in order; "present" outputs are bound to the buffers of "past" inputs."""
+    return [name for layer in range(num_layers) for name in cache_names(part, layer)]

@@ -47,10 +47,8 @@ def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
 
 
 def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> None:
-    """Check the manifest's own digest, then size and digest of every file of the engine, before any is opened.
-
-    Raises ArtifactError that names the file and the command that rebuilds the engine.
-    """
+    """Check the manifest's own digest, then size and digest of every file of the engine, before any is opened. Raises
+    ArtifactError that names the file and the command that rebuilds the engine."""
     rebuild = _check_listed(directory, manifest)
     try:
         for path, _, digest in sha256_files("verify files", [directory / name for name in manifest.files], progress):

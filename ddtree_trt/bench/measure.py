@@ -222,16 +222,13 @@ def _run(session: Session, case: Case) -> Run:
 
 
 def measure(
-    session: Session,
-    settings: BenchSettings,
-    runs: Mapping[str, Run],
-    progress: Progress = no_progress,
-    prompts: Sequence[BenchPrompt] | None = None,
+    session: Session, settings: BenchSettings, runs: Mapping[str, Run], progress: Progress = no_progress
 ) -> BenchResult:
     """Run every case on every prompt; `runs` has the baseline. Raises UsageError for prompts that cannot be read or of
     which none fits; whatever a case raises ends the run."""
-    prompts = load_prompts(settings.prompts, settings.limit) if prompts is None else prompts
-    manifest, longest = session.manifest, session.manifest.limits.max_seq_len - settings.max_tokens
+    prompts, manifest = load_prompts(settings.prompts, settings.limit), session.manifest
+    longest = manifest.limits.max_seq_len - settings.max_tokens
+    plain = Request(settings.max_tokens, settings.temperature, 0, manifest.stop_token_ids)
     environment = describe_environment()
     samples: list[Sample] = []
     skipped: list[str] = []
@@ -246,15 +243,11 @@ def measure(
                 skipped.append(name)
                 break
             if not samples:  # kernels are chosen, memory is touched, code is compiled
-                short = Request(
-                    min(WARMUP_TOKENS, settings.max_tokens), settings.temperature, 0, manifest.stop_token_ids
-                )
                 for _, run in cases:
-                    run(ids, short)
+                    run(ids, replace(plain, max_tokens=min(WARMUP_TOKENS, settings.max_tokens)))
             answer = ""
             for repeat in range(settings.repeats):
-                seed = settings.seed + number * settings.repeats + repeat
-                request = Request(settings.max_tokens, settings.temperature, seed, manifest.stop_token_ids)
+                request = replace(plain, seed=settings.seed + number * settings.repeats + repeat)
                 first, turns = turns % len(cases), turns + 1
                 for order, (case, run) in enumerate(cases[first:] + cases[:first]):
                     time.sleep(PAUSE_S)

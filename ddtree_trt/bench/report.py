@@ -7,7 +7,7 @@ All else is a median over prompts. Repeats of a prompt count as their median.
 
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -49,11 +49,11 @@ class Row:
     comparable: int  # outputs that were compared
 
 
-def summarize(samples: Sequence[Sample], *, pooled: bool = False) -> list[Row]:
-    """A row of each prompt set and case, in the order they were measured; `pooled` takes all sets as one."""
+def summarize(samples: Sequence[Sample]) -> list[Row]:
+    """A row of each prompt set and case, in the order they were measured."""
     groups: dict[str, dict[str, list[Sample]]] = {}
     for sample in sorted(samples, key=lambda s: s.case != BASELINE):
-        groups.setdefault("all" if pooled else sample.source, {}).setdefault(sample.case, []).append(sample)
+        groups.setdefault(sample.source, {}).setdefault(sample.case, []).append(sample)
     return [
         _row(source, case, mine, cases[BASELINE]) for source, cases in groups.items() for case, mine in cases.items()
     ]
@@ -161,19 +161,17 @@ def require_matplotlib() -> None:
 def draw(result: BenchResult, path: Path) -> None:
     """Write a picture, all prompt sets together: speedup of each case, milliseconds of a round by stage, and τ and
     speedup against the tree budget."""
-    require_matplotlib()
     from matplotlib.figure import Figure
 
-    rows = summarize(result.samples, pooled=True)
-    colours = ("#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#888888")
+    rows = summarize([replace(sample, source="all") for sample in result.samples])
     figure = Figure(figsize=(13, 4), layout="constrained")
     speed, stage, budget = figure.subplots(1, 3)
     for place, row in enumerate(reversed(rows)):
         s, start = row.speedup, 0.0
-        speed.barh(place, s.value, xerr=[[s.value - s.low], [s.high - s.value]], color=colours[2])
-        for name, colour in zip(STAGES, colours, strict=True):
+        speed.barh(place, s.value, xerr=[[s.value - s.low], [s.high - s.value]], color="C0")
+        for number, name in enumerate(STAGES):
             width = row.stage_ms.get(name, 0.0)
-            stage.barh(place, width, left=start, color=colour, label=None if place else name)
+            stage.barh(place, width, left=start, color=f"C{number}", label=None if place else name)
             start += width
     for axis, title in ((speed, "speedup over ar (95 % interval)"), (stage, "milliseconds of a round by stage")):
         axis.set_yticks(range(len(rows)), [row.case for row in reversed(rows)])
@@ -184,7 +182,4 @@ def draw(result: BenchResult, path: Path) -> None:
     budget.set_title("against the tree budget")
     for axis in (stage, budget):
         axis.legend(fontsize=8)
-    figure.supxlabel(
-        f"{result.engine['name']} {result.engine['precision']} · {result.environment['machine']}", fontsize=8
-    )
-    figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
+    figure.savefig(path, dpi=150)

@@ -50,10 +50,8 @@ class BenchSettings(EngineOptions):
             raise UsageError(f"budget {bad[0]} draws no tree; use 1 or more, or auto (method ar is the budget 0)")
 
     def cases(self, drafter_kind: str) -> list[Case]:
-        """Each once: the baselines that the drafter can do, then the chosen methods. Trees have every budget.
-
-        Raises UsageError for a method that needs another kind of drafter.
-        """
+        """Each once: the baselines that the drafter can do, then the chosen methods. Trees have every budget. Raises
+        UsageError for a method that needs another kind of drafter."""
         chosen = [resolve_method(name, drafter_kind) for name in self.methods or (AUTO,)]
         cases = []
         for method in [*(m for m in BASELINES if m.serves(drafter_kind)), *chosen]:

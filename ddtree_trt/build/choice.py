@@ -7,7 +7,7 @@ from typing import Literal
 from ddtree_trt.artifact import backends
 from ddtree_trt.artifact.backends import BACKENDS, BEST_ON_GPUS, ONNXRUNTIME, Backend, BackendName
 from ddtree_trt.artifact.precisions import PrecisionName
-from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, lacking
 from ddtree_trt.build.backends.tensorrt.backend import sm_for_values
 from ddtree_trt.build.pair import Pair
 from ddtree_trt.device.survey import CUDA, DRIVER, Survey
@@ -36,11 +36,9 @@ class Obstacle:
 
 
 def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted = "auto") -> Choice:
-    """TensorRT where there is a GPU for it, else TensorRT for RTX, else PyTorch, else ONNX Runtime on the CPU.
-
-    A backend that lacks anything on this machine, or that would refuse the pair or the precision, is left out. The
-    reason names the best one that was left out, and what it lacks.
-    """
+    """TensorRT where there is a GPU for it, else TensorRT for RTX, else PyTorch, else ONNX Runtime on the CPU. A
+    backend that lacks anything on this machine, or that would refuse the pair or the precision, is left out. The reason
+    names the best one that was left out, and what it lacks."""
     lacking = {b: found for b in BEST_ON_GPUS if (found := next(_obstacles(b, survey, pair, precision), None))}
     backend = next((b for b in BEST_ON_GPUS if b not in lacking), ONNXRUNTIME)
     if survey.gpu is None:
@@ -65,11 +63,9 @@ def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted =
 
 
 def backend_build(name: BackendName, options: BuilderOptions, *, dry_run: bool = False) -> BackendBuild:
-    """The named backend's part of a build. For a dry run any machine will do.
-
-    Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
-    UsageError for options that are not for it.
-    """
+    """The named backend's part of a build. For a dry run any machine will do. Raises MissingDependency where its
+    packages are not installed, BuildError where this machine cannot build it, and UsageError for options that are not
+    for it."""
     if misplaced := misplaced_option(BuilderOptions, options, name):
         flag, served = misplaced
         raise UsageError(f"{flag} is for --backend {served}, not for {name}; leave it out")
@@ -97,12 +93,8 @@ def _obstacles(backend: Backend, survey: Survey, pair: Pair | None, wanted: Want
     if gpu is None:
         yield Obstacle(survey.no_gpu)
         return
-    if pair:
-        kind = pair.drafter.kind
-        if not kind.has(backend.half):
-            yield Obstacle(f"{kind.title}s are not implemented for it")
-        if not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
-            yield Obstacle("mixtures of experts are not implemented for it")
+    if pair and (what := lacking(backend, (pair.target.dims, pair.drafter.dims))):
+        yield Obstacle(f"{what} are not implemented for it")
     if wanted != "auto" and wanted not in backend.builds:
         yield Obstacle(f"the precision must be one of {', '.join(backend.builds)}, not {wanted}")
         return

@@ -19,7 +19,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
-from ddtree_trt.build.choice import backend_build, choose_backend, resolve_precision
+from ddtree_trt.build.choice import Wanted, backend_build, choose_backend, resolve_precision
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.pair import Pair, open_pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, Preset, find_preset
@@ -35,16 +35,10 @@ from ddtree_trt.reading import Between, shown
 from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.records import check, option
 
-BackendChoice = Literal["auto", BackendName]
-PrecisionChoice = Literal["auto", PrecisionName]
-
 
 def _limit_option(name: str, text: str, within: Between) -> Any:
-    """The option of a limit: its default, and the presets with other values."""
-    default = getattr(Limits, name)
-    own = {p.name: getattr(p.limits, name) for p in PRESETS.values() if getattr(p.limits, name) != default}
-    text = f"{text} Default {default}{''.join(f', {n} {value}' for n, value in own.items())}."
-    return option(None, text, within=(within.lowest, within.highest))
+    default = f"Default {getattr(Limits, name)}, or the preset's."
+    return option(None, f"{text} {default}", within=(within.lowest, within.highest))
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,8 @@ class BuildRequest(BuilderOptions):
         "PATH|ID",
     )
     drafter: str | Path | None = option(None, "A drafter, likewise.", "PATH|ID")
-    backend: BackendChoice = option("auto", "What runs the engine.", "")
-    precision: PrecisionChoice = option("auto", "What it computes in.", "")
+    backend: Literal["auto", BackendName] = option("auto", "What runs the engine.", "")
+    precision: Wanted = option("auto", "What it computes in.", "")
     max_seq_len: int | None = _limit_option("max_seq_len", "Prompt and output tokens.", POSITIONS)
     max_tree_budget: int | None = _limit_option("max_tree_budget", "Largest tree.", BUDGETS)
     max_batch: int | None = _limit_option("max_batch", "Sequences at a time.", SLOTS)
@@ -83,9 +77,7 @@ class BuildRequest(BuilderOptions):
         if name is None:
             raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
         if not re.fullmatch(artifact.NAME.expression, name):
-            raise UsageError(
-                f"{shown(name)} cannot name an engine; use letters, digits, '.', '_' and '-' in --target, 200 at most"
-            )
+            raise UsageError(f"{shown(name)} cannot name an engine; use letters, digits, '.', '_' and '-' in --target")
         return name
 
     @property
@@ -173,11 +165,8 @@ class Resolved:
 
 def resolve(request: BuildRequest, notice: Callable[[str], None], *, dry_run: bool = False) -> Resolved:
     """Resolve a request; for backend `auto` by what this machine has, and `notice` is called with the reason. For a dry
-    run any machine will do.
-
-    Raises what `backend_build`, `resolve_precision` and the backend's `check` raise, UsageError for a wrong request and
-    CheckpointError for a configuration that cannot be used.
-    """
+    run any machine will do. Raises what `backend_build`, `resolve_precision` and the backend's `check` raise,
+    UsageError for a wrong request and CheckpointError for a configuration that cannot be used."""
     name, given = request.name, [request.checkpoint, request.drafter]
     preset = PRESETS.get(name) if request.target is not None else None
     if preset is None and None in given:
@@ -258,9 +247,7 @@ class DryRun:
 
 def dry_run(request: BuildRequest) -> DryRun:
     """Resolve a request as `compile_engine` would. A hub checkpoint's config.json is fetched, its weights are not.
-
-    Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
-    """
+    Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used."""
     reasons: list[str] = []
     found = resolve(request, reasons.append, dry_run=True)
     name, networks = found.backend.backend.name, (found.pair.target.dims, found.pair.drafter.dims)

@@ -107,11 +107,9 @@ def _remove_stale(destination: Path) -> None:
 
 
 def _replace(temporary: Path, destination: Path, force: bool) -> None:
-    """Rename `temporary` to `destination`, whose old content, if any, is afterwards at `temporary`.
-
-    Where the file system can exchange two directories in one step a kill cannot fall in between. Without `force` only
-    an empty directory is replaced, also when another build has filled it meanwhile: the kernel refuses.
-    """
+    """Rename `temporary` to `destination`, whose old content, if any, is afterwards at `temporary`. Where the file
+    system can exchange two directories in one step a kill cannot fall in between. Without `force` only an empty
+    directory is replaced, also when another build has filled it meanwhile: the kernel refuses."""
     if not force or not destination.exists():
         os.rename(temporary, destination)
         return

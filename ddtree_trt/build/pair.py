@@ -50,10 +50,8 @@ class Pair:
 
 
 def outline_pair(target: Source, drafter: Source) -> Pair:
-    """The networks of these sources. Of the hub only configurations are fetched.
-
-    Raises CheckpointError for a configuration that cannot be used and for networks that do not fit each other.
-    """
+    """The networks of these sources. Of the hub only configurations are fetched. Raises CheckpointError for a
+    configuration that cannot be used and for networks that do not fit each other."""
     from ddtree_trt.build.checkpoint.config import CONFIG
     from ddtree_trt.build.checkpoint.reader import load_config
 

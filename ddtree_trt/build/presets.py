@@ -38,17 +38,8 @@ def _published(name: str, target: str, drafter: str, **others: Any) -> Preset:
     return Preset(name, HubSource(target), HubSource(drafter), limits, **others)
 
 
-# The names behind "Qwen", and what is behind "DFlash".
-_HYBRIDS = (
-    ("3.5-4B", ""),
-    ("3.5-9B", ""),
-    ("3.5-27B", ""),
-    ("3.5-35B-A3B", ""),
-    ("3.6-27B", ""),
-    ("3.6-35B-A3B", ""),
-    ("3-Coder-Next", ""),
-    ("3.8-27B", "2"),
-)
+_HYBRIDS = "3.5-4B 3.5-9B 3.5-27B 3.5-35B-A3B 3.6-27B 3.6-35B-A3B 3-Coder-Next".split()  # behind "Qwen"
+_NO_THINKING: Mapping[str, Any] = {"enable_thinking": False}
 _PRESETS = (
     _tiny("tiny", "drafter", dflash=(5.0, 16.0), ddtree=(5.5, 16.0)),
     _tiny("tiny-dspark", "dspark", dflash=(5.5, 16.0), ddtree=(7.5, 16.0)),
@@ -63,21 +54,18 @@ _PRESETS = (
         examples=PackagedSource("smollm2-135m"),
     ),
     _published(
-        "qwen3-4b",
-        "Qwen/Qwen3-4B",
-        "z-lab/Qwen3-4B-DFlash-b16",
-        chat_template_args={"enable_thinking": False},
+        *("qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+        chat_template_args=_NO_THINKING,
         golden_tau={"dflash": (3.11, 7.72), "ddtree": (5.35, 10.71)},
     ),
     _published(
-        "qwen3-8b",
-        "Qwen/Qwen3-8B",
-        "z-lab/Qwen3-8B-DFlash-b16",
-        chat_template_args={"enable_thinking": False},
+        *("qwen3-8b", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        chat_template_args=_NO_THINKING,
         golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
     ),
     _published("qwen3-coder-30b-a3b", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
-    *(_published(f"qwen{n}".lower(), f"Qwen/Qwen{n}", f"z-lab/Qwen{n}-DFlash{two}") for n, two in _HYBRIDS),
+    *(_published(f"qwen{n}".lower(), f"Qwen/Qwen{n}", f"z-lab/Qwen{n}-DFlash") for n in _HYBRIDS),
+    _published("qwen3.8-27b", "Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
     _published("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
 )
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}

@@ -17,10 +17,7 @@ from ddtree_trt.reading import printable
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 # The same weights once more, in other layouts: in folders, and as their makers had them before Hugging Face's layout.
 _UNUSED = ["*/*", "consolidated*"]
-
-
 GGUF = ".gguf"
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # the name of a split file's part
 
 
 def is_gguf(path: Path) -> bool:
@@ -42,11 +39,8 @@ class LocalSource:
 
     @property
     def engine_name(self) -> str:
-        """The name of an engine that is given none: a GGUF file's without its ending, and without its number as a
-        part."""
-        part = PART.fullmatch(self.path.name)
-        whole = self.path.stem if is_gguf(self.path) else checkpoint_name(self.path)
-        return part["stem"] if part and is_gguf(self.path) else whole
+        """The name of an engine that is given none: a GGUF file's without its ending and its number as a part."""
+        return re.sub(r"-\d{5}-of-\d{5}$", "", self.path.stem) if is_gguf(self.path) else checkpoint_name(self.path)
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,6 @@ class HubSource:
 
     repository: str
     revision: str | None = None  # None is the newest; the engine's manifest records which commit that was
-    typed: bool = False  # by a user, who may have meant a path
 
     @property
     def engine_name(self) -> str:
@@ -117,16 +110,13 @@ def named_source(given: str | Path) -> LocalSource | HubSource:
     match = HUB_ID.fullmatch(given) if isinstance(given, str) else None
     if match is None or path.exists() or is_gguf(path):
         return LocalSource(path)
-    return HubSource(match["repository"], match["revision"], typed=True)
+    return HubSource(match["repository"], match["revision"])
 
 
 def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> Located:
     """Where a source is on this machine; of the hub's repositories the files that match `patterns` are fetched on the
-    first use. `option` takes a local copy instead.
-
-    Raises CheckpointError where it cannot be fetched, and MissingDependency where the package is not installed. Whether
-    a local path is a checkpoint is not looked at.
-    """
+    first use. `option` takes a local copy instead. Raises CheckpointError where it cannot be fetched, and
+    MissingDependency where the package is not installed. Whether a local path is a checkpoint is not looked at."""
     match source:
         case LocalSource(path):
             return Located(path, checkpoint_name(path), LOCAL)
@@ -153,7 +143,6 @@ def _download(source: HubSource, option: str, patterns: Sequence[str]) -> Path:
     except Exception as error:  # network, proxy, disk, access: the hub's errors have no common base
         # Their texts say what to do: accept the terms of a gated repository, log in, connect, or check the name.
         reason = printable(" ".join(str(error).split()))[:600]
-        name = f"{source.repository}, which is no path here," if source.typed else source.repository
-        problem = f"cannot download {name} ({type(error).__name__}: {reason})"
+        problem = f"cannot download {source.repository}, which is no path here ({type(error).__name__}: {reason})"
         raise CheckpointError(f"{problem}; to use a local copy give {option} DIR") from error
     return Path(snapshot)

@@ -39,10 +39,8 @@ class DistributionFinding:
 def place_in_distribution(
     logits: NDArray[np.float32], token: int, temperature: float, rng: np.random.Generator
 ) -> float | None:
-    """The place of `token` in softmax(logits [V] / temperature) ordered by falling probability.
-
-    Uniform on [0, 1) if the token was drawn from it; None where the best token is all but certain.
-    """
+    """The place of `token` in softmax(logits [V] / temperature) ordered by falling probability. Uniform on [0, 1) if
+    the token was drawn from it; None where the best token is all but certain."""
     x = logits.astype(np.float64)
     p = np.exp((x - x.max()) / temperature)
     p /= p.sum()
@@ -128,61 +126,43 @@ class TauFinding:
         return not self.judged or self.tau >= self.low
 
 
-PLACES = 12  # places of one text at which a chain is drafted
+FEWEST_ROUNDS = 12  # of a bin of contexts that says something
 LOST = 0.25  # share of the drafted tokens accepted with short contexts below which longer ones are said to fail
 SHORTEST_BIN = 128  # tokens: contexts are counted by powers of two from here
 
 
 @dataclass(frozen=True)
-class Text:
-    """A prompt's tokens and those that the target chose after it."""
-
-    token_ids: tuple[int, ...]
-    start: int  # number of the prompt's tokens
-
-    def places(self, length: int) -> list[int]:
-        """At most PLACES token numbers, rising, each of which `length` chosen tokens follow where there are so many."""
-        last = max(len(self.token_ids) - 1 - length, self.start)
-        return sorted(set(np.linspace(self.start, last, PLACES).astype(int).tolist()))
-
-
-@dataclass(frozen=True)
 class ContextBin:
-    """Agreement at places with a context of at most `longest` tokens, and more than the bin before has."""
+    """Rounds with a context of at most `longest` tokens, and more than the bin before has."""
 
     longest: int
-    places: int
+    rounds: int
     accepted: float  # drafted tokens accepted, mean
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Leading tokens of drafted chains that the target chooses, at every place of some texts."""
+class DraftingFinding:
+    """What a drafter's drafts are worth, by the greedy rounds of one case, and why. It decides no verdict."""
 
-    contexts: tuple[int, ...]  # [P]: tokens before the one that is drafted behind
-    accepted: tuple[int, ...]  # [P]: leading drafted tokens that are the text's
-    length: int  # drafted tokens of a chain
-    broken_drafts: int = 0  # drafts whose log-probabilities are not finite numbers
-    broken_rows: int = 0  # rows of the target, one in front of every place, whose logits are not
+    case: str
+    contexts: tuple[int, ...]  # [R]: tokens before the one that is drafted behind
+    accepted: tuple[int, ...]  # [R]: drafted tokens that were accepted
+    length: int  # most of them
+    low: bool  # whether few are
 
     @property
     def tau(self) -> float:
-        """Mean tokens of a round of that chain, the target's own included."""
+        """Mean tokens of a round, the target's own included."""
         return 1 + float(np.mean(self.accepted))
 
     @property
-    def broken(self) -> bool:
-        """Whether the engine computes values that are not numbers."""
-        return bool(self.broken_drafts or self.broken_rows)
-
-    @property
     def by_position(self) -> tuple[float, ...]:
-        """Share of places at which the drafted tokens up to position 1, 2, … are accepted."""
+        """Share of rounds in which the drafted tokens up to position 1, 2, … are accepted."""
         return tuple(float(np.mean(np.array(self.accepted) >= d)) for d in range(1, self.length + 1))
 
     @property
     def by_context(self) -> tuple[ContextBin, ...]:
-        """Bins of contexts up to 128, 256, 512, … tokens that have places."""
+        """Bins of contexts up to 128, 256, 512, … tokens that have rounds."""
         contexts, accepted = np.array(self.contexts), np.array(self.accepted)
         edges = [-1, *(SHORTEST_BIN << i for i in range(24))]
         found = [(high, accepted[(contexts > low) & (contexts <= high)]) for low, high in pairwise(edges)]
@@ -194,48 +174,25 @@ class Agreement:
         bins = self.by_context
         for number, each in enumerate(bins[1:], 1):
             best = max(b.accepted for b in bins[:number])
-            if all(b.accepted < LOST * best for b in bins[number:]) and each.places >= PLACES:
+            if all(b.accepted < LOST * best for b in bins[number:]) and each.rounds >= FEWEST_ROUNDS:
                 return bins[number - 1].longest
         return None
-
-
-@dataclass(frozen=True)
-class DraftingFinding:
-    """What a drafter's chains are worth, and why."""
-
-    agreement: Agreement
-    wiring: dict[str, str]  # what the engine was built with, to be compared with the drafter's config.json
-    low: bool  # whether few drafted tokens are accepted
-
-    @property
-    def faults(self) -> list[str]:
-        """What is wrong for certain."""
-        a, advice = self.agreement, "rebuild with --precision bf16 or fp32"
-        broken = {"the target's logits": a.broken_rows, "the drafter's probabilities": a.broken_drafts}
-        found = ((what, f"{count} of {len(a.accepted)} places") for what, count in broken.items() if count)
-        return [f"overflow: {what} are not numbers at {where}; {advice}" for what, where in found]
 
     @property
     def hints(self) -> list[str]:
         """What may be wrong, or is the nature of the drafter."""
-        past, first, found = self.agreement.fails_past, self.agreement.by_position[0], []
+        past, first, found = self.fails_past, self.by_position[0], []
         if past is not None:
             found.append(
                 f"drafts fail past {past} tokens of context: a window that is ignored, or contexts longer than the "
                 "drafter was trained with"
             )
-        if not self.faults and first < CHANCE:
+        elif first < CHANCE:
             found.append(
-                f"even first tokens are accepted at {first:.0%} of places only: a drafter of another target, or "
+                f"even first tokens are accepted in {first:.0%} of rounds only: a drafter of another target, or "
                 "tensors in wrong places"
             )
-        if self.low and not (self.faults or found):
-            found += [f"usual cause: {cause}" for cause in CAUSES]
-        return found
-
-    @property
-    def passed(self) -> bool:
-        return not self.faults
+        return found or [f"usual cause: {cause}" for cause in CAUSES if self.low]
 
 
 @dataclass(frozen=True)
@@ -247,12 +204,11 @@ class CheckReport:
     greedy: tuple[GreedyFinding, ...]
     distribution: tuple[DistributionFinding, ...]
     tau: tuple[TauFinding, ...]
-    drafting: DraftingFinding
+    drafting: DraftingFinding | None  # None: no text had a round
 
     @property
     def passed(self) -> bool:
-        verdicts = [f.passed for group in (self.greedy, self.distribution, self.tau) for f in group]
-        return all(verdicts) and self.drafting.passed
+        return all(f.passed for group in (self.greedy, self.distribution, self.tau) for f in group)
 
     def to_dict(self) -> dict[str, Any]:
         return {"passed": self.passed, "false_alarm": FALSE_ALARM, **_with_verdicts(self)}
@@ -296,17 +252,10 @@ def describe(report: CheckReport) -> list[str]:
     for f in report.tau:
         verdict = "" if f.judged else "; not judged, the range is for the shipped prompts"
         lines.append(line(f.passed, f.case, f"{f.tau:.2f}, expected {f.low:g} to {f.high:g}{verdict}"))
-    found, a = report.drafting, report.drafting.agreement
-    shares = " ".join(f"{share:.0%}" for share in a.by_position)
-    return [
-        *lines,
-        "",
-        f"drafter: its chains behind {len(a.accepted)} places of the greedy texts",
-        line(found.passed, "chain", f"τ {a.tau:.2f}; accepted up to position 1, 2, …: {shares}"),
-        *(f"        contexts up to {b.longest} tokens: τ {1 + b.accepted:.2f}" for b in a.by_context),
-        "        wired: " + "; ".join(f"{name} {value}" for name, value in found.wiring.items()),
-        *(f"  FAIL  {fault}" for fault in found.faults),
-        *(f"  note  {hint}" for hint in found.hints),
-        "",
-        "passed" if report.passed else "FAILED",
-    ]
+    if (found := report.drafting) is not None:
+        shares = " ".join(f"{share:.0%}" for share in found.by_position)
+        lines += ["", f"drafter: {len(found.accepted)} greedy rounds of {found.case}"]
+        lines += [f"        τ {found.tau:.2f}; accepted up to position 1, 2, …: {shares}"]
+        lines += [f"        contexts up to {b.longest} tokens: τ {1 + b.accepted:.2f}" for b in found.by_context]
+        lines += [f"  note  {hint}" for hint in found.hints]
+    return [*lines, "", "passed" if report.passed else "FAILED"]

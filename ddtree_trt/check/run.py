@@ -20,27 +20,26 @@ from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.check.findings import (
     LOW_TAU,
     TEMPERATURES,
-    Agreement,
     CheckReport,
     Difference,
     DistributionFinding,
     DraftingFinding,
     GreedyFinding,
     TauFinding,
-    Text,
     place_in_distribution,
     uniformity,
 )
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS, Method
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, most_probable
-from ddtree_trt.runtime.tree import descend
+from ddtree_trt.runtime.outputs import RequestOutput
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
 DEVICE_BUDGET = 16  # of the case with a fixed budget whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
+
+Prompts = dict[str, list[int]]  # name → token ids
 
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
@@ -54,30 +53,23 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
                     f"prompt {name} has {len(ids)} tokens; with {settings.max_tokens} new ones it does not fit "
                     f"max_seq_len {limits.max_seq_len}; lower --max-tokens or leave the prompt out"
                 )
-        texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
-        agreement = measure_agreement(session.engine, list(texts.values()))
         golden = min(GOLDEN_BUDGET, limits.max_tree_budget)
         cases = engine_cases(manifest, list(dict.fromkeys([*GREEDY_BUDGETS, golden])))
-        if agreement.broken:  # what drafts cannot be decoded with
-            cases = [case for case in cases if not METHODS[case.method].drafts]
-        greedy = _check_greedy(session, texts, cases, settings, progress)
+        able = [m for m in METHODS.values() if m.drafts and m.serves(manifest.drafter_kind)]
+        method = min(able, key=lambda each: (each.branches, each.draws))  # a chain, where the drafter's kind has one
+        drafted = Case(method.name, golden if method.branches else None)
+        greedy, rounds = _check_greedy(session, prompts, cases, drafted, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
     # Each method's mean acceptance length beside the range of the pair, which is for the shipped prompts.
     found, shipped = {finding.case: finding.tau for finding in greedy}, set(settings.prompts) == {TINY}
-    ranges = {} if agreement.broken else manifest.golden_tau
-    labels = {name: Case(name, golden if METHODS[name].branches else None).label for name in ranges}
-    tau = tuple(TauFinding(labels[n], found[labels[n]], *bounds, shipped) for n, bounds in ranges.items())
+    labels = {name: Case(name, golden if METHODS[name].branches else None).label for name in manifest.golden_tau}
+    tau = tuple(TauFinding(labels[n], found[labels[n]], *bounds, shipped) for n, bounds in manifest.golden_tau.items())
     judged = [finding.passed for finding in tau if finding.judged]
-    low = not all(judged) if judged else agreement.tau < LOW_TAU
-    kind, arguments = manifest.drafting, manifest.chat_template_args.items()
-    wired = {
-        "drafter": manifest.drafter.name,
-        "tapped layers": ", ".join(map(str, kind.tap_layers)),
-        "mask token": "" if kind.mask_token_id is None else str(kind.mask_token_id),
-        "block": "" if kind.block_size is None else str(kind.block_size),
-        "precision": manifest.precision,
-        "chat template arguments": ", ".join(f"{k}={v}" for k, v in arguments) or "none",
-    }
+    low = not all(judged) if judged else found[drafted.label] < LOW_TAU
+    drafting = None
+    if rounds:
+        contexts, accepted = zip(*rounds, strict=True)
+        drafting = DraftingFinding(drafted.label, contexts, accepted, manifest.drafting.longest_draft, low)
     return CheckReport(
         engine=manifest.name,
         precision=manifest.precision,
@@ -86,13 +78,8 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
         greedy=greedy,
         distribution=distribution,
         tau=tau,
-        drafting=DraftingFinding(agreement, {name: value for name, value in wired.items() if value}, low),
+        drafting=drafting,
     )
-
-
-def answers(session: Session, prompts: Sequence[list[int]], max_tokens: int) -> list[Text]:
-    outputs = [session.run(ids, Case(AUTOREGRESSIVE.name), max_tokens=max_tokens)[0] for ids in prompts]
-    return [Text((*ids, *o.outputs[0].token_ids), len(ids)) for ids, o in zip(prompts, outputs, strict=True)]
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
@@ -111,22 +98,32 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
 
 
 def _check_greedy(
-    session: Session, texts: dict[str, Text], cases: Sequence[Case], settings: CheckSettings, progress: Progress
-) -> tuple[GreedyFinding, ...]:
-    """A finding per case; `texts` are the prompts, continued by `ar`."""
-    findings = []
+    session: Session, prompts: Prompts, cases: list[Case], drafted: Case, settings: CheckSettings, progress: Progress
+) -> tuple[tuple[GreedyFinding, ...], list[tuple[int, int]]]:
+    """A finding per case, against the tokens of `ar`; and of the rounds of `drafted`, one of the cases, the tokens
+    before each and how many drafted ones it accepted. Left out are rounds at a text's end that are not its first:
+    they could not accept all."""
+
+    def run(ids: list[int], case: Case) -> RequestOutput:
+        return session.run(ids, case, max_tokens=settings.max_tokens)[0]
+
+    expected = {name: run(ids, Case(AUTOREGRESSIVE.name)).outputs[0].token_ids for name, ids in prompts.items()}
+    findings, rounds, longest = [], list[tuple[int, int]](), session.manifest.drafting.longest_draft
     for done, case in enumerate(cases, 1):
         differences, taus = [], []
-        for name, text in texts.items():
-            ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
-            output, _ = session.run(ids, case, max_tokens=settings.max_tokens)
-            tokens = output.outputs[0].token_ids
+        for name, ids in prompts.items():
+            output = run(ids, case)
+            tokens, spent = output.outputs[0].token_ids, 0
             taus.append(output.metrics.mean_acceptance_length)
-            if tokens != expected:
-                differences.append(_explain(session, name, ids, expected, tokens))
-        findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus))))
+            if tokens != expected[name]:
+                differences.append(_explain(session, name, ids, expected[name], tokens))
+            for length in output.metrics.acceptance_lengths if case == drafted else ():
+                if spent == 0 or spent + longest < len(tokens) - 1:
+                    rounds.append((len(ids) + spent, length - 1))
+                spent += length
+        findings.append(GreedyFinding(case.label, len(prompts), tuple(differences), float(np.mean(taus))))
         progress("greedy equality", done, len(cases))
-    return tuple(findings)
+    return tuple(findings), rounds
 
 
 def _explain(session: Session, name: str, prompt: list[int], expected: list[int], found: list[int]) -> Difference:
@@ -157,7 +154,7 @@ def target_logits(session: Session, prompt: list[int], output: Sequence[int]) ->
 
 
 def _check_distribution(
-    session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
+    session: Session, prompts: Prompts, settings: CheckSettings, progress: Progress
 ) -> tuple[DistributionFinding, ...]:
     """A finding per case. Every case draws with seeds of its own, at each of TEMPERATURES: cases are independent."""
     cases = engine_cases(session.manifest, SAMPLED_BUDGETS)
@@ -178,40 +175,3 @@ def _check_distribution(
         findings.append(uniformity(places, case.label))
         progress("distribution", number + 1, len(cases))
     return tuple(findings)
-
-
-def measure_agreement(engine: Engine, texts: Sequence[Text]) -> Agreement:
-    """Draft a chain at the places of every text. Uses slot 0, and leaves it empty."""
-    manifest = engine.manifest
-    able = [m for m in METHODS.values() if m.drafts and m.serves(manifest.drafter_kind)]
-    method = min(able, key=lambda each: (each.branches, each.draws))  # of one chain, where the drafter's kind has one
-    length, chunk = manifest.drafting.longest_draft, manifest.limits.prefill_chunk
-    contexts, accepted, broken_drafts, broken_rows = list[int](), list[int](), 0, 0
-    for text in texts:
-        engine.truncate(0, 0)
-        for place in text.places(length):
-            for start in range(engine.length(0), place, chunk):
-                piece = np.array(text.token_ids[start : min(start + chunk, place)], np.int64)
-                row = engine.prefill(0, piece, rows="last", taps=True).logits[-1]
-            broken_rows += not np.isfinite(row).all()
-            matches = _matches(engine, method, text.token_ids[place:], length)
-            contexts.append(place)
-            accepted.append(matches or 0)
-            broken_drafts += matches is None
-    engine.truncate(0, 0)
-    return Agreement(tuple(contexts), tuple(accepted), length, broken_drafts, broken_rows)
-
-
-def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: int) -> int | None:
-    """Leading tokens of the chain drafted behind token_ids[0] that are the following ones; None where the draft has
-    values that are not numbers."""
-    top_k = method.candidates(length, False)
-    draft = engine.draft([DraftRequest(0, token_ids[0], top_k, length, most_probable)])[0]
-    if any(np.isnan(values).any() for values in vars(draft.candidates).values()):
-        return None
-    try:
-        tree = method.propose(draft, length, most_probable).tree
-    except ValueError:
-        return None
-    tokens = iter(token_ids[1:])
-    return len(descend(tree, lambda node: next(tokens, None))) - 1

@@ -45,15 +45,14 @@ def bench(
     settings = replace(settings, engine=str(directory), methods=tuple(_items(methods)), budgets=tuple(sizes))
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot draws a PNG or an SVG, by the file's name; {plot.name!r} is neither")
-    for file in (json, plot):  # before hours of measuring
-        if file is not None and file != STDOUT:
-            if file.is_dir():
-                raise UsageError(f"{file} is a directory; give the name of a file")
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=file.parent).close()
-            except OSError as error:
-                raise UsageError(f"cannot write into {file.parent}: {error.strerror}") from error
+    for file in (each for each in (json, plot) if each is not None and each != STDOUT):  # before hours of measuring
+        if file.is_dir():
+            raise UsageError(f"{file} is a directory; give the name of a file")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=file.parent).close()
+        except OSError as error:
+            raise UsageError(f"cannot write into {file.parent}: {error.strerror}") from error
 
     from ddtree_trt.bench import report
     from ddtree_trt.bench.measure import Session, engine_runs, measure

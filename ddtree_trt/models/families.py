@@ -10,15 +10,10 @@ from typing import Any
 
 # Field of `TransformerDims` → its name in every family's config.json.
 CONFIG_NAMES: Mapping[str, str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
+    **{n: n for n in "vocab_size hidden_size head_dim intermediate_size rms_norm_eps rope_theta".split()},
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
 # The same for a mixture of experts: fields of `Experts`, and one of `TransformerDims` that has another name there.
@@ -89,40 +84,30 @@ class Family:
         return known
 
 
+# Each with its title, its model_type, the class of its language model, and the defaults.
 _COMMON: Mapping[str, float | None] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # of all families' defaults
 
 QWEN3 = Family(
-    title="dense Qwen3",
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
+    *("dense Qwen3", "qwen3", "Qwen3ForCausalLM"),
+    {**_COMMON, "head_dim": 128, "max_position_embeddings": 32768},
     qk_norm=True,
-    defaults={**_COMMON, "head_dim": 128, "max_position_embeddings": 32768},
 )
 LLAMA = Family(
-    title="Llama",
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    defaults={**_COMMON, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    *("Llama", "llama", "LlamaForCausalLM"),
+    {**_COMMON, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
 )
 MISTRAL = Family(
-    title="Mistral",
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    defaults={**_COMMON, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
+    *("Mistral", "mistral", "MistralForCausalLM"),
+    {**_COMMON, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
     windowed=True,
 )
 QWEN2 = Family(
-    title="dense Qwen2",
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
+    *("dense Qwen2", "qwen2", "Qwen2ForCausalLM"),
+    {**_COMMON, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
     qkv_bias=True,
-    defaults={**_COMMON, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
 )
-
 QWEN3_MOE = Family(
-    title="Qwen3-MoE",
-    model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
+    *("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"),
     qk_norm=True,
     defaults={
         **_COMMON,
@@ -152,9 +137,7 @@ _HYBRID: Mapping[str, float | None] = {
 }
 _HYBRID_EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, SHARED_EXPERT: 512, "norm_topk_prob": True}
 QWEN3_NEXT = Family(
-    title="Qwen3-Next",
-    model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
+    *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
     qk_norm=True,
     defaults={**_HYBRID, **_HYBRID_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
     experts=True,
@@ -163,9 +146,7 @@ QWEN3_NEXT = Family(
     in_gguf="qwen3next",
 )
 QWEN3_5 = Family(
-    title="Qwen3.5",
-    model_type="qwen3_5_text",
-    architecture="Qwen3_5ForCausalLM",
+    *("Qwen3.5", "qwen3_5_text", "Qwen3_5ForCausalLM"),
     qk_norm=True,
     defaults={**_HYBRID, "num_key_value_heads": 4},
     delta=True,
@@ -173,9 +154,7 @@ QWEN3_5 = Family(
     in_gguf="qwen35",
 )
 QWEN3_5_MOE = Family(
-    title="Qwen3.5-MoE",
-    model_type="qwen3_5_moe_text",
-    architecture="Qwen3_5MoeForCausalLM",
+    *("Qwen3.5-MoE", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     qk_norm=True,
     defaults={**_HYBRID, **_HYBRID_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
     experts=True,

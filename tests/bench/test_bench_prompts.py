@@ -1,7 +1,6 @@
 """Prompt files, the shipped set, and the paper's datasets from local copies."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddtree_trt.bench.measure import load_prompts
-from ddtree_trt.errors import MissingDependency, UsageError
+from ddtree_trt.errors import UsageError
 from workbench import datasets as paper
 from workbench.datasets import load_turns
 
@@ -89,14 +88,3 @@ def test_samples_are_chosen_as_the_published_experiments_do(tmp_path: Path) -> N
     copy = write(tmp_path / "copy.jsonl", [{"problem": str(i)} for i in range(40)])
     chosen = [turns[0].removesuffix(REASONING) for turns in load_turns("aime24", copy)]
     assert chosen == [str(i) for i in np.random.default_rng(0).permutation(40)[:30]]
-
-
-def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not gsm8k: it has no column 'question'"):
-        load_turns("gsm8k", write(tmp_path / "other.jsonl", [{"text": "?"}]))
-
-
-def test_without_the_datasets_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependency, match=r"\.\[bench\].*--copy FILE"):
-        load_turns("gsm8k")

@@ -1,4 +1,4 @@
-"""The export for TensorRT-LLM: names are those of a release, and files say the engine's pair."""
+"""The export for TensorRT-LLM: names are those of a release, and say the engine's pair."""
 
 import json
 from collections.abc import Callable
@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints import make_pair
-from typer.testing import CliRunner
+from command_line import Cli
 
 import ddtree_trt
 from ddtree_trt.artifact.manifest import CheckpointIdentity, load_manifest
-from ddtree_trt.cli import app
-from ddtree_trt.errors import BuildError, UsageError
-from ddtree_trt.trtllm_export import CONFIG, RECORD, RELEASE, export_pair
+from ddtree_trt.errors import UsageError
+from ddtree_trt.trtllm_export import RELEASE, export_pair
 
 NAMES = json.loads((Path(__file__).parents[1] / "fixtures" / "peers" / "trtllm.json").read_text())
 COMMIT = "b968826d9c46dd6066d109eabc6255188de91218"
@@ -34,33 +33,24 @@ def changed(tiny_engine: Path, tmp_path: Path) -> Callable[..., Path]:
     return change
 
 
-def export(engine: Path, directory: Path, **options: Any) -> dict[str, Any]:
-    """The configuration that is written."""
-    export_pair(engine, directory, **{"checkpoint": None, "drafter": None, **options})
-    found: dict[str, Any] = yaml.safe_load((directory / CONFIG).read_text())
-    return found
-
-
 def packaged_target(engine: Path) -> Path:
     return Path(ddtree_trt.__file__).parent / "assets" / load_manifest(engine).target.name
 
 
-def test_the_command_writes_names_of_the_release(tiny_engine: Path, tmp_path: Path) -> None:
-    out = tmp_path / "with space"
-    result = CliRunner().invoke(app, ["export-trtllm", str(tiny_engine), str(out)])
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {CONFIG, RECORD}
-    written = yaml.safe_load((out / CONFIG).read_text())
+def test_the_command_prints_names_of_the_release(tiny_engine: Path, cli: Cli) -> None:
+    code, out, err = cli("export-trtllm", tiny_engine)
+    assert (code, err) == (0, "")
+    written = yaml.safe_load(out)
     assert [*written][-1] == "speculative_config", "the last, as the file says"
     speculative = written["speculative_config"]
     assert NAMES["release"] == RELEASE
     assert set(written) <= set(NAMES["options"]) and set(speculative) <= set(NAMES["speculative"])
     assert speculative["decoding_type"] in NAMES["values"]["decoding_type"]
     assert written["dtype"] == "auto", "an engine of 32 bits is served as its checkpoint is stored"
-    assert f"trtllm-serve {packaged_target(tiny_engine)} --config {CONFIG}" in (out / CONFIG).read_text()
+    assert f"trtllm-serve {packaged_target(tiny_engine)} --config THIS_FILE" in out
 
 
-def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path]) -> None:
     identity = CheckpointIdentity("Qwen/Qwen3-8B", COMMIT, "0" * 64)
     engine = changed(
         target=identity,
@@ -69,14 +59,14 @@ def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path],
         backend="torch",
         precision="bf16",
     )
-    assert export(engine, tmp_path / "out") == {
+    text = export_pair(engine)
+    assert yaml.safe_load(text) == {
         "revision": COMMIT,
         "dtype": "bfloat16",
         "max_seq_len": 2048,
         "max_batch_size": load_manifest(engine).limits.max_batch,
         "speculative_config": {"decoding_type": "DFlash", "max_draft_len": 15, "speculative_model": "z-lab/d"},
     }
-    text = (tmp_path / "out" / CONFIG).read_text()
     assert f"hf download z-lab/d --revision {COMMIT}" in text
     assert '"chat_template_kwargs": {"enable_thinking": false}' in text
 
@@ -86,16 +76,15 @@ def test_a_local_checkpoint_must_be_given_and_be_the_same(
 ) -> None:
     engine = changed(target=replace(load_manifest(tiny_engine).target, name="mine", revision="local"))
     with pytest.raises(UsageError, match=r"built from a local directory called 'mine'.*give it as --checkpoint DIR"):
-        export(engine, tmp_path / "out")
+        export_pair(engine)
     other, _ = make_pair(tmp_path)
     with pytest.raises(UsageError, match="is not what the engine was built from"):
-        export(engine, tmp_path / "out", checkpoint=str(other))
-    assert not (tmp_path / "out").exists()
-    export(engine, tmp_path / "out", checkpoint=str(packaged_target(tiny_engine)))
-    assert json.loads((tmp_path / "out" / RECORD).read_text())["model"] == str(packaged_target(tiny_engine))
+        export_pair(engine, checkpoint=str(other))
+    target = packaged_target(tiny_engine)
+    assert f"trtllm-serve {target} " in export_pair(engine, checkpoint=str(target))
 
 
-def test_what_it_cannot_run_is_refused(changed: Callable[..., Path], tiny_engine: Path, tmp_path: Path) -> None:
+def test_what_it_cannot_run_is_refused(changed: Callable[..., Path], tiny_engine: Path) -> None:
     manifest = load_manifest(tiny_engine)
     markov = replace(manifest.drafting.dims, markov_rank=8)
     cases: list[tuple[dict[str, Any], str]] = [
@@ -108,14 +97,4 @@ def test_what_it_cannot_run_is_refused(changed: Callable[..., Path], tiny_engine
     ]
     for values, message in cases:
         with pytest.raises(UsageError, match=message):
-            export(changed(**values), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
-def test_only_an_export_is_replaced_and_only_by_force(tiny_engine: Path, tmp_path: Path) -> None:
-    export(tiny_engine, tmp_path / "out")
-    (tmp_path / "out" / CONFIG).write_text("max_seq_len: 7\n")
-    with pytest.raises(BuildError, match="give --force to replace it"):
-        export(tiny_engine, tmp_path / "out")
-    assert (tmp_path / "out" / CONFIG).read_text() == "max_seq_len: 7\n"
-    assert export(tiny_engine, tmp_path / "out", force=True)["max_seq_len"] == 2048
+            export_pair(changed(**values))

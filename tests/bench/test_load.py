@@ -17,7 +17,7 @@ from serving import ThreadServer, thread_server
 
 from ddtree_trt.errors import DDTreeError, UsageError
 from workbench.__main__ import main as workbench_main
-from workbench.load import Level, LoadResult, LoadSettings, Run, Sent, figures, poisson_arrivals, run_load
+from workbench.load import Level, LoadSettings, Run, Sent, figures, poisson_arrivals, run_load
 
 SHORT: dict[str, Any] = {"requests": 6, "max_tokens": 12, "limit": 4}
 
@@ -123,24 +123,6 @@ def test_the_command_starts_a_server_of_its_own(
             run_load(LoadSettings(**given), "http://127.0.0.1:9")
 
 
-def run(level: Level, method: str, seconds: float, firsts_ms: list[int]) -> Run:
-    """Requests of 5 tokens each, sent 0.1 s apart, with a token every 10 ms after the first; and one that failed."""
-    sent = [
-        Sent(due_s=i / 10, first_s=i / 10 + ms / 1000, last_s=i / 10 + ms / 1000 + 0.04, tokens=5, rounds=1, accepted=3)
-        for i, ms in enumerate(firsts_ms)
-    ]
-    return Run(level, method, seconds, (*sent, Sent(due_s=9.0, error="HTTP 429: the queue is full")))
-
-
-def result() -> LoadResult:
-    runs = []
-    for place, level in enumerate((Level(1), Level(4), Level(rate=2.5))):
-        runs.append(run(level, "default", 1.0 + place, [10, 20, 30, 40]))
-        runs.append(run(level, "ar", 2.0, [20, 40, 60, 80]))
-    environment = {"machine": "abacus", "load_1min": 0.1, "version": "0"}
-    return LoadResult("http://h:1", "m", environment, tuple(runs))
-
-
 def test_arrivals_are_poisson() -> None:
     arrivals = poisson_arrivals(5.0, 20_000, 3)
     gaps = np.diff(arrivals, prepend=0.0)
@@ -152,7 +134,10 @@ def test_arrivals_are_poisson() -> None:
 
 
 def test_figures_of_a_run() -> None:
-    measured = result().runs[0]
+    """Of requests of 5 tokens each, sent 0.1 s apart, with a token every 10 ms after the first; and one that failed."""
+    starts = [(i / 10, i / 10 + ms / 1000) for i, ms in enumerate((10, 20, 30, 40))]
+    sent = [Sent(due, first_s=at, last_s=at + 0.04, tokens=5, rounds=1, accepted=3) for due, at in starts]
+    measured = Run(Level(1), "default", 1.0, (*sent, Sent(due_s=9.0, error="HTTP 429: the queue is full")))
     assert len(measured.answered) == 4 and measured.errors == {"HTTP 429: the queue is full": 1}
     assert measured.tokens_per_s == 20 and measured.acceptance_length == 4
     assert measured.latency("first_token_s") == pytest.approx((0.025, 0.037, 0.0397))

@@ -1,6 +1,5 @@
 """Peers: each gives the engine's own tokens where it runs here, and says what is missing where it does not."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -9,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_drafter, make_pair, make_target
+from checkpoints import make_pair
 from fake_llama_cpp import FakeLlamaCpp, greedy
-from gguf_files import make_gguf
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.measure import Request
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.families import LLAMA
 from workbench.__main__ import main as workbench_main
 from workbench.anchors import rate
 from workbench.peers import compare, open_peer
@@ -26,9 +22,6 @@ from workbench.peers.base import PeerContext
 
 GREEDY = Request(max_tokens=8, temperature=0.0, seed=3, stop_token_ids=(1,))
 NOTHING: dict[str, str | None] = {}
-has_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python (extra [peers]) is not installed"
-)
 
 
 def context(engine: Path, **changes: Any) -> PeerContext:
@@ -41,9 +34,7 @@ def test_a_peer_that_is_none_is_refused(tiny_engine: Path, spec: str) -> None:
         open_peer(spec, context(tiny_engine))
 
 
-def test_transformers_gives_the_engines_tokens(
-    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_gives_the_tokens(tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = BenchSettings(str(tiny_engine), methods=("ar",), limit=1, max_tokens=12)
     compare(settings, ["hf"], NOTHING, tmp_path / "r.json")
     kept = json.loads((tmp_path / "r.json").read_text())
@@ -73,20 +64,16 @@ def test_what_is_not_installed_is_named(tiny_engine: Path, monkeypatch: pytest.M
             workbench_main()
 
 
-# llama.cpp, as its C interface is called; the library itself where it is installed.
-
-
 @pytest.fixture
-def llama_cpp(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
-    """The files that it knows are in `tmp_path`."""
+def llama_cpp(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
     fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
     return fake
 
 
 def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
     peer = open_peer(f"llama-cpp={tmp_path / 'a.gguf'}", context(tiny_engine))
     (method,) = peer.methods
     answer, vocab = [3, 4], llama_cpp.dims.vocab_size
@@ -102,36 +89,6 @@ def test_it_runs_token_ids_cold_and_greedily(tiny_engine: Path, tmp_path: Path, 
     assert sampled[0] == sampled[2] != sampled[1]
     peer.close()
     assert llama_cpp.opened == []
-
-
-@has_llama_cpp
-def test_the_library_gives_the_engines_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random Llama target from one file, in both; and sequences that share its passes are as they are alone."""
-    monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)  # others import it over a double
-    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
-    target = make_target(tmp_path / "target", family=LLAMA, **sizes)
-    drafter = make_drafter(tmp_path / "drafter", family=LLAMA, **sizes)
-    file = make_gguf(target, tmp_path / "target.gguf", metadata={"general.file_type": 0})
-    compile_engine(BuildRequest(target="mine", checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in ([3, 7, 30], [11, 5, 90, 2], [40])))
-    settings = BenchSettings(str(tmp_path / "engine"), methods=("ar",), prompts=(str(prompts),), max_tokens=16)
-    compare(settings, [f"llama-cpp={file}"], NOTHING, tmp_path / "r.json")
-    samples = json.loads((tmp_path / "r.json").read_text())["samples"]
-    outputs = {(s["case"], s["prompt"]): s["outcome"]["token_ids"] for s in samples}
-    assert {case for case, _ in outputs} == {"ar", "dflash", "llama-cpp:F32"}
-    assert all(tokens == outputs["ar", prompt] for (_, prompt), tokens in outputs.items())
-
-
-# Beside llama.cpp: what is timed, and that both do the same work
-
-
-@pytest.fixture
-def library(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLlamaCpp:
-    fake = FakeLlamaCpp(load_manifest(tiny_engine).target_dims)
-    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    monkeypatch.delitem(sys.modules, "workbench.peers.llamacpp", raising=False)
-    return fake
 
 
 def test_sequences_are_timed_while_all_of_them_run() -> None:
@@ -151,7 +108,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *words: Any) -> Any:
 
 
 def test_the_command(
-    tiny_engine: Path, tmp_path: Path, library: FakeLlamaCpp, monkeypatch: pytest.MonkeyPatch,
+    tiny_engine: Path, tmp_path: Path, llama_cpp: FakeLlamaCpp, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
@@ -159,7 +116,7 @@ def test_the_command(
     words = "--pasts 40 --sequences 3 --turns 2 --tokens 40 --repeats 2".split()
     assert run_command(monkeypatch, tiny_engine, *words, "--json", tmp_path / "r.json") == 0
     shown = capsys.readouterr().out
-    assert "gave other tokens" not in shown and library.opened == []
+    assert "gave other tokens" not in shown and llama_cpp.opened == []
     kept = json.loads((tmp_path / "r.json").read_text())
     assert list(kept["works"]) == ["past 40", "3 sequences", "chat of 2 turns"]
     for name, work in kept["works"].items():
@@ -167,8 +124,8 @@ def test_the_command(
         assert {case: len(rates) for case, rates in work["tokens_per_s"].items()} == dict.fromkeys(
             ("llama.cpp", "ar", "auto"), 2
         )
-    assert [shape.n_seq_max for shape in library.shapes] == [1, 3, 1]
-    assert {shape.n_threads for shape in library.shapes} == {kept["environment"]["engine"]["threads"]}
-    assert library.passes[:40] == [40] + [1] * 39
+    assert [shape.n_seq_max for shape in llama_cpp.shapes] == [1, 3, 1]
+    assert {shape.n_threads for shape in llama_cpp.shapes} == {kept["environment"]["engine"]["threads"]}
+    assert llama_cpp.passes[:40] == [40] + [1] * 39
     refused = run_command(monkeypatch, tiny_engine, "--sequences", "999")
     assert re.search("--sequences 999 is more than the engine's max_batch .* build it with --max-batch 999", refused)

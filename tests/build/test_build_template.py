@@ -11,11 +11,7 @@ from checkpoints import make_drafter, make_pair, make_target
 from command_line import Cli
 
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.template_arguments import (
-    MAX_TEMPLATE,
-    parse_arguments,
-    template_variables,
-)
+from ddtree_trt.artifact.template_arguments import MAX_TEMPLATE, parse_arguments, template_variables
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import PRESETS

@@ -95,9 +95,7 @@ def test_unusable_pair(
         (["--target", "tiny", "--colour"], ["--colour"]),
     ],
 )
-def test_wrong_call(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: list[str]
-) -> None:
+def test_misuse(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(cli("build", *args), 2, *words)
     assert not list(tmp_path.rglob("*.bin"))

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
-from ddtree_trt.build.graph.lowering_int8 import LARGEST, PARTS, quantize_channels
+from ddtree_trt.build.graph.lowering_onnxruntime import LARGEST, PARTS, quantize_channels
 from ddtree_trt.build.graph.rotation import rotation_matrix, walsh
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.families import QWEN3

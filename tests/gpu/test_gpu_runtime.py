@@ -14,9 +14,7 @@ from numerics import path_to, random_tree
 from quantized import ALGORITHMS, quantize
 
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.backends.tensorrt.backend import LOWEST_FP8_SM, Machine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -54,13 +52,6 @@ def assert_near(found: np.ndarray, expected: np.ndarray, precision: str) -> None
     """As far apart as the precision rounds, for the largest value of each row."""
     largest = np.abs(expected).max(axis=-1, keepdims=True)
     assert (np.abs(found - expected) <= PRECISIONS[precision].relative_rounding * largest).all()
-
-
-def test_a_second_build_starts_from_the_timing_cache(built: Path, machine: Machine) -> None:
-    timings = built.parent / f"tensorrt-{machine.trt.__version__}-sm{machine.gpu.sm}.timing"
-    assert timings.stat().st_size > 0
-    compile_engine(BuildRequest(target="tiny", backend="tensorrt", output=built.parent / "again"))
-    verify_files(built.parent / "again", load_manifest(built.parent / "again"))
 
 
 def test_it_says_what_the_onnxruntime_engine_says(engine: TrtEngine, other: OrtEngine) -> None:

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.drafters.eagle3.dims import Eagle3Dims, default_tap_layers
-from ddtree_trt.drafters.kind import OF_BUILDS
-from ddtree_trt.drafters.registry import KINDS, dims_record, kind_of
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.decoder import BlockMask, TransformerDims
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.reading import Source, read_record
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
@@ -21,14 +19,6 @@ DFLASH = DFlashDims(*_SHAPE, block_size=8, mask_token_id=511, tap_layers=(1, 3),
 EAGLE = replace(Eagle3Dims(*_SHAPE, tap_layers=(1, 2, 4), draft_vocab_size=100), num_layers=1)
 LENT_HEAD = replace(EAGLE, own_head=False, draft_vocab_size=None)  # the target's
 EACH = {"autoregressive": TARGET, "dflash": DFLASH, "eagle3": EAGLE}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_kind_and_its_halves(name: str) -> None:
-    kind = kind_of(EACH[name])
-    assert kind.name == name and dims_record(name) is type(EACH[name])
-    for half in (*OF_BUILDS, *{backend.half for backend in BACKENDS.values()}):
-        assert not kind.has(half) or kind.load(half)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +33,6 @@ def test_a_kind_and_its_halves(name: str) -> None:
 def test_a_manifest_holds_every_feature(dims: TransformerDims) -> None:
     source = Source("manifest.json", ArtifactError, "rebuild")
     assert read_record(type(dims), json.loads(json.dumps(dims.stated())), source) == dims
-
-
-def test_a_block_drafters_features() -> None:
-    """Fields of later checkpoints: absent from a manifest where they are as in the first ones."""
-    new = {"windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head", "markov_rank"}
-    assert not (DFLASH.stated().keys() & {*new, "selector", "convolution"}) and DFLASH.features() == []
-    assert "own_head" not in EAGLE.stated()
-    dims = replace(DFLASH, windows=(0, 4, 0, 0, 0, 7), anchor_first=True, selector=Selector(16, 32))
-    assert dims.features() == ["windows", "anchor_first", "selector"]
-    assert (DFLASH.draft_length, dims.draft_length, kind_of(dims).longest_draft) == (7, 8, 8)
-    assert [dims.mask(i) for i in (0, 1, 5)] == [BlockMask(), BlockMask(4), BlockMask(7)]
 
 
 def test_the_layers_an_eagle3_drafter_taps() -> None:
@@ -105,10 +84,7 @@ _LENT = replace(_WIDE, target_hidden_size=64)
             replace(LENT_HEAD, hidden_size=48, own_embedding=True, target_hidden_size=64),
             "hidden_size is 48, that of the target's head, which it uses, 64",
         ),
-        (
-            replace(EAGLE, tap_layers=()),
-            "it names no target layers to tap, and a target of 6 layers has no usual ones",
-        ),
+        (replace(EAGLE, tap_layers=()), "it names no target layers to tap, and a target of 6 layers has no usual ones"),
     ],
 )
 def test_what_does_not_fit_a_target(dims: TransformerDims, message: str | None) -> None:

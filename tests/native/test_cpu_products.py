@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from ddtree_trt.build.graph.lowering_int8 import LARGEST, Int8Graph, quantize_channels
+from ddtree_trt.build.graph.lowering_onnxruntime import LARGEST, Int8Graph, quantize_channels
 from ddtree_trt.build.graph.ops import Fine, Table
 from ddtree_trt.runtime.engines.onnxruntime.network import session_options
 

@@ -40,23 +40,13 @@ def test_the_operators_are_compiled_for_the_torch_that_the_wheel_names() -> None
     assert all(Requirement(named).specifier.contains(version) for version in compiled)
 
 
-@pytest.mark.parametrize(
-    ("platform", "architecture", "identifier"),
-    [
-        ("linux", "x86_64", "manylinux_x86_64"),
-        ("linux", "aarch64", "manylinux_aarch64"),
-        ("macos", "arm64", "macosx_arm64"),
-    ],
-)
+@pytest.mark.parametrize("target", ["linux x86_64 manylinux", "linux aarch64 manylinux", "macos arm64 macosx"])
 def test_cibuildwheel_reads_its_configuration(
-    platform: str,
-    architecture: str,
-    identifier: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    platform, architecture, tag = target.split()
     monkeypatch.setenv("CIBW_ARCHS", architecture)
     monkeypatch.setattr(sys, "argv", ["cibuildwheel", "--platform", platform, "--print-build-identifiers", str(ROOT)])
     with pytest.raises(SystemExit, match=r"^0$"):
         cibuildwheel.main()
-    assert capsys.readouterr().out.split() == [f"cp{version}-{identifier}" for version in (311, 312, 313)]
+    assert capsys.readouterr().out.split() == [f"cp{version}-{tag}_{architecture}" for version in (311, 312, 313)]

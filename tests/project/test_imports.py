@@ -18,7 +18,7 @@ HEAVY = {
     *("gguf", "llguidance", "onnx", "onnxruntime", "prompt_toolkit", "ray", "torch", "transformers", "triton"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
-OF_SERVERS = {"starlette", "matplotlib", "prometheus_client", "uvicorn"}
+OF_SERVERS = {"starlette", "prometheus_client", "uvicorn"}
 
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {

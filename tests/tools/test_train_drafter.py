@@ -4,28 +4,30 @@ import itertools
 import json
 import math
 import os
+import pickle
 import runpy
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dflash_truth
 import numpy as np
 import pytest
 import torch
-import transformers
-from checkpoints import edit_json, make_target, make_tokenizer
+from checkpoints import edit_json, make_target
 from drafts import marginals
 from engine_builds import build_engine
 from numerics import Truth, assert_close
 from safetensors.torch import load_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.models.families import LLAMA
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.tree import Marginals
-from tools.train_drafter import data, loop
+from tools.train_drafter import data, loop, stages
 from tools.train_drafter import settings as recipe
 from tools.train_drafter.blocks import block_loss, cut_blocks, random_anchors, read_texts
 from tools.train_drafter.drafter import drafter_config, fresh, read_shortlist, save, write_shortlist
@@ -60,14 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target of the Llama architecture."""
-    path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.3, eos_token_id=1,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    make_tokenizer(path, VOCABULARY)
+    shape: dict[str, Any] = {"num_layers": LAYERS, "family": LLAMA, "tied": False}
+    path = make_target(tmp_path_factory.mktemp("llama"), config={"eos_token_id": [*range(1, 9)]}, **shape)
     edit_json(path / "tokenizer_config.json", chat_template=TEMPLATE)
     return path
 
@@ -125,10 +121,7 @@ def test_the_loss_is_that_of_every_draft_by_itself(llama: Path, answers: Path, k
     """One draft at a time, from the definition; DSpark's head adds what it says of the token before."""
     target, settings = load_target(str(llama), 2), replace(DRAFTER, kind=kind)
     target.model.float()
-    model, rows = (
-        make_drafter(target, settings).requires_grad_(False),
-        data.read(answers / "pool-00000.safetensors"),
-    )
+    model, rows = (make_drafter(target, settings).requires_grad_(False), data.read(answers / "pool-00000.safetensors"))
     if model.markov_head is not None:
         model.markov_head.markov_w2.weight.normal_()
     rows = sorted(rows, key=lambda a: -len(a.spans))[:4]
@@ -237,11 +230,28 @@ def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
     assert isinstance(load_drafter(tmp_path / "whole" / "best"), Eagle3 if kind == "eagle3" else DFlash)
 
 
+class InThisProcess:
+    """A process that does its work where it is started, with copies of what it is given."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = pickle.dumps(given)
+
+    def start(self) -> None:
+        given = pickle.loads(self.given)
+        given["target"](*given["args"])
+
+    def join(self) -> None:
+        """It has ended."""
+
+    terminate = join
+
+
 def test_one_command_writes_answers_trains_and_publishes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = replace(DRAFTER, schedule=replace(SCHEDULE, steps=2))
     monkeypatch.setattr(recipe, "DEFAULTS", replace(SETTINGS, drafter=drafter))
+    monkeypatch.setattr(stages, "get_context", lambda _: SimpleNamespace(Process=InThisProcess))
     common = ["--target", str(llama), "--out", str(tmp_path), "--device", "cpu", "--batch", "8", "--minutes", "0"]
     for stage in (["fit", "--pools", "1", "--mask-token", "t95", "--shortlist", "40"], ["evaluate"]):
         monkeypatch.setattr(sys, "argv", ["train_drafter", *stage, *common])

@@ -1,6 +1,6 @@
 """TensorRT-LLM's LLM API on its PyTorch backend: autoregressive, and DFlash where the engine has such a drafter.
 
-Both run with the settings that `ddtree-trt export-trtllm` writes.
+Both run with the settings that `ddtree-trt export-trtllm` prints.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, Backend
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.records import option
 
@@ -27,8 +28,7 @@ class BuilderOptions:
 
     gpus: tuple[str, ...] = option(
         (),
-        "TensorRT for RTX: a kind of GPU to compile for, as in sm89. May be repeated. Default this machine's; where it "
-        "has none, every kind that has the precision.",
+        "TensorRT for RTX: a kind of GPU to compile for, as in sm89. May be repeated. Default: every kind.",
         "smNN",
         flag="--gpu",
         only=(TENSORRT_RTX.name,),
@@ -63,12 +63,27 @@ class Written:
     notes: tuple[str, ...] = ()  # lines for the user
 
 
+def lacking(backend: Backend, networks: Iterable[TransformerDims]) -> str | None:
+    """What of these networks a backend does not compute in any precision; None where there is nothing."""
+    networks = tuple(networks)
+    if kind := next((kind for kind in map(kind_of, networks) if not kind.has(backend.half)), None):
+        return f"{kind.title}s"
+    return "mixtures of experts" if not backend.experts and any(dims.experts for dims in networks) else None
+
+
 class BackendBuild(ABC):
     """A backend's part of a build, made by `choice.backend_build`. Unless it says otherwise it builds on any machine,
     every network, and no plans."""
 
     backend: Backend
-    precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
+
+    def __init__(self, options: BuilderOptions) -> None:
+        self.options = options
+
+    @property
+    def precisions(self) -> tuple[PrecisionName, ...]:
+        """Those it builds in; the first is what `auto` means."""
+        return self.backend.builds
 
     def check_machine(self) -> None:
         """Raises MissingDependency or BuildError where this machine cannot build."""

@@ -24,27 +24,11 @@ from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantiza
 from ddtree_trt.build.sources import GGUF
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
+from ddtree_trt.models import families
 from ddtree_trt.models.decoder import Experts, TransformerDims
 from ddtree_trt.models.delta import DeltaNet
-from ddtree_trt.models.families import (
-    DELTA_NAMES,
-    EXPERT_NAMES,
-    FAMILIES,
-    INTERVAL,
-    LINEAR_ATTENTION,
-    QWEN3,
-    ROTARY_SHARE,
-    SHARED_EXPERT,
-    Family,
-    titles,
-)
-from ddtree_trt.models.rope_scaling import (
-    FACTOR,
-    ROPE_BASE,
-    SCALINGS,
-    RopeScaling,
-    yarn_attention_factor,
-)
+from ddtree_trt.models.families import FAMILIES, ROTARY_SHARE, SHARED_EXPERT, Family, titles
+from ddtree_trt.models.rope_scaling import FACTOR, ROPE_BASE, SCALINGS, RopeScaling, yarn_attention_factor
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_record, read_value, shown
 
 CONFIG = "config.json"
@@ -115,12 +99,8 @@ def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
     the layers; a checkpoint may leave its class out, and a decoder in an object of its own its type."""
     if not decoder.has("model_type") and not dialect.speculators:
         raise decoder.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
-    model_type = decoder.text("model_type", QWEN3.model_type)
+    model_type = decoder.text("model_type", families.QWEN3.model_type)
     family = FAMILIES.get(model_type)
-    mixed = "moe" in model_type or any(decoder.data.get(name) for name in _EXPERT_COUNTS)
-    if mixed and (family is None or not family.experts):
-        problem = f"its mixture of experts is not supported, {titles('and')} models are"
-        raise decoder.fault("model_type", f"is {shown(model_type)}: {problem}")
     if family is None:
         known = f"only {titles('and')} models ({', '.join(map(repr, FAMILIES))}) are supported"
         raise decoder.fault("model_type", f"is {shown(model_type)}, {known}")
@@ -188,11 +168,11 @@ def _check_head(fields: Fields, name: str, size: int) -> None:
 
 def _delta_net(fields: Fields, family: Family, layers: int) -> DeltaNet:
     """A hybrid's layers without attention. Raises the fields' error."""
-    values = _named(fields, family, DeltaNet, DELTA_NAMES)
+    values = _named(fields, family, DeltaNet, families.DELTA_NAMES)
     for field in ("key_dim", "value_dim"):
-        _check_head(fields, DELTA_NAMES[field], values[field])
-    interval = fields.value(INTERVAL, Annotated[int, bounds.LAYERS], family.defaults[INTERVAL])
-    attention = attention_layers(fields, layers, interval, LINEAR_ATTENTION)
+        _check_head(fields, families.DELTA_NAMES[field], values[field])
+    interval = fields.value(families.INTERVAL, Annotated[int, bounds.LAYERS], family.defaults[families.INTERVAL])
+    attention = attention_layers(fields, layers, interval, families.LINEAR_ATTENTION)
     return DeltaNet(**values, attention_layers=attention, interleaved=family.interleaved)
 
 
@@ -201,7 +181,9 @@ def _experts(fields: Fields, family: Family) -> Experts:
     first, second = (fields.data.get(name) for name in _EXPERT_COUNTS)
     if None not in (first, second) and first != second:
         raise fields.fault(_EXPERT_COUNTS[1], f"is {shown(second)}, but num_experts is {shown(first)}: which is it?")
-    names = {**EXPERT_NAMES, "shared": SHARED_EXPERT} if SHARED_EXPERT in family.defaults else EXPERT_NAMES
+    names = dict(families.EXPERT_NAMES)
+    if SHARED_EXPERT in family.defaults:
+        names["shared"] = SHARED_EXPERT
     values = _named(fields, family, Experts, names)
     if first is None and second is not None:
         values["count"] = fields.integer(_EXPERT_COUNTS[1], bounds.EXPERTS)
@@ -221,9 +203,6 @@ def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[i
                 problem = f"names the whole vocabulary of {vocab_size}: no text could be written"
                 raise each.fault("eos_token_id", problem)
     return found[0] if found else ()
-
-
-# Rotary embedding
 
 
 def _rope_scaling(fields: Fields, max_positions: int, known: Known) -> RopeScaling | None:
@@ -256,5 +235,5 @@ def _scaling_of(section: Fields, max_positions: int, known: Known) -> RopeScalin
         given.setdefault(_ROPE_POSITIONS, max_positions)
     if kind == "yarn" and "attention_factor" not in given:
         scales = (section.optional(name, Annotated[float, Between(0, 1e3)]) for name in _MSCALE)
-        given["attention_factor"] = yarn_attention_factor(section.number("factor", FACTOR), *scales)
+        given["attention_factor"] = yarn_attention_factor(section.value("factor", Annotated[float, FACTOR]), *scales)
     return read_record(RopeScaling, {"rope_type": kind, **given}, section.source, section.path)

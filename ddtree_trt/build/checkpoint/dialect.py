@@ -29,9 +29,9 @@ ReadDims = Callable[[Fields, TransformerDims, Family], TransformerDims]
 Settle = Callable[[Any, Collection[str]], TransformerDims]
 
 
-def words(text: str) -> dict[str, None]:
-    """Fields of any value, by their names separated by spaces."""
-    return dict.fromkeys(text.split())
+def words(text: str, values: tuple[Any, ...] | None = None) -> dict[str, tuple[Any, ...] | None]:
+    """Fields of these values, or of any, by their names separated by spaces."""
+    return dict.fromkeys(text.split(), values)
 
 
 def known(*tables: Known) -> Known:
@@ -65,29 +65,16 @@ _DECODER: Known = {
     **words("architectures model_type rope_parameters rope_scaling tie_word_embeddings eos_token_id layer_types"),
     **words("use_sliding_window sliding_window max_window_layers quantization_config"),
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1,),
-    "rope_interleave": (False,),
-    "rope_interleaved": (False,),
     "pruned_heads": ({},),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
-    "cross_attention_hidden_size": (),
-    "attention_sink_bias": (False,),
-    "final_logit_softcapping": (),
-    "attn_logit_softcapping": (),
-    "output_multiplier": (1,),
-    "logit_scale": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
     "mlp_only_layers": ([],),
-    "output_router_logits": (False,),
-    "norm_topk_prob": (False,),
-    "use_mrope": (False,),
+    **words("cross_attention_hidden_size final_logit_softcapping attn_logit_softcapping", ()),
+    **words("num_experts num_local_experts", (0,)),
+    **words("partial_rotary_factor output_multiplier logit_scale embedding_multiplier residual_multiplier", (1,)),
+    **words(
+        """attention_bias mlp_bias rope_interleave rope_interleaved is_encoder_decoder add_cross_attention
+        tie_encoder_decoder attention_sink_bias output_router_logits norm_topk_prob use_mrope""",
+        (False,),
+    ),
 }
 _EXPERTS = dict.fromkeys(("num_local_experts", *EXPERT_NAMES.values()))
 
@@ -204,9 +191,6 @@ def dialect_of(fields: Fields) -> Dialect:
     by_class = [dialect for dialect in dialects if not named.isdisjoint(dialect.architectures)]
     by_mark = [dialect for dialect in dialects if dialect.mark and fields.has(dialect.mark)]
     return next(iter((*by_class, *by_mark, VISION_LANGUAGE if fields.has(TEXT) else LANGUAGE_MODEL)))
-
-
-# What several dialects state
 
 
 def stated(name: str, kind: Any, *places: Fields) -> Any:

@@ -77,10 +77,8 @@ class Quantization:
 
 
 def read_quantization(directory: Path, config: Fields) -> Quantization | None:
-    """How a checkpoint is quantised; None where it is not. `config` is the content of config.json.
-
-    Raises CheckpointError for quantisations that cannot be read, as far as the configuration tells.
-    """
+    """How a checkpoint is quantised; None where it is not. `config` is the content of config.json. Raises
+    CheckpointError for quantisations that cannot be read, as far as the configuration tells."""
     section, path = config.section("quantization_config"), directory / MODELOPT_CONFIG
     advice = "use the checkpoint before quantisation"
     if section.data and section.data.get("quant_method") != "modelopt":

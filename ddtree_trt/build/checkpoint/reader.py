@@ -6,7 +6,7 @@ a wrong or half-copied checkpoint is refused by name before any work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.tensor_files import StoredTensor
+from ddtree_trt.artifact.tensor_files import Stored, StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.network import (
@@ -127,11 +127,9 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
-    """Open a target or a drafter; no weight is read yet.
-
-    Raises CheckpointError when the path is not a checkpoint, is of an unsupported kind, or when a tensor is missing,
-    superfluous, or of another shape than its configuration says; MissingDependency where GGUF files cannot be read.
-    """
+    """Open a target or a drafter; no weight is read yet. Raises CheckpointError when the path is not a checkpoint, is
+    of an unsupported kind, or when a tensor is missing, superfluous, or of another shape than its configuration says;
+    MissingDependency where GGUF files cannot be read."""
     opened = _open_gguf(path) if is_gguf(path) else _open_directory(path)
     config: ModelConfig = opened.pop("config")
     return Checkpoint(
@@ -173,43 +171,34 @@ def _open_directory(directory: Path) -> dict[str, Any]:
 
 def _open_gguf(path: Path) -> dict[str, Any]:
     """The same of a GGUF file."""
-    files = open_gguf(path)
-    config = read_gguf_config(files)
+    file = open_gguf(path)
+    config = read_gguf_config(file)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    stored = stored_tensors(files, shapes, config.dims)
+    stored = stored_tensors(file, shapes, config.dims)
     expected = {name: shape for some in stored.values() for name, shape in some.items()}
-    _check_tensors(path, "metadata", files.tensors, expected, {DIVISORS, *unused_tensors(files, config.dims)})
+    _check_tensors(path, "metadata", file.tensors, expected, {DIVISORS, *unused_tensors(file, config.dims)})
     return {
         "config": config,
-        "files": files.paths,
-        "tensors": {name: files.tensors[next(iter(stored[name]))] for name in shapes},
+        "files": file.paths,
+        "tensors": {name: file.tensors[next(iter(stored[name]))] for name in shapes},
         "shapes": shapes,
         "quantizers": {},
-        "_read": lambda name: read_tensor(files, stored[name], shapes[name], config.dims),
+        "_read": lambda name: read_tensor(file, stored[name], shapes[name], config.dims),
     }
 
 
-def _check_tensors(
-    path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes, known: Collection[str]
-) -> None:
+def _check_tensors(path: Path, config: str, stored: Stored, expected: Shapes, known: Collection[str]) -> None:
     """Raises CheckpointError for a tensor that is missing or of another shape than expected, and for those neither
     expected nor known. `config` is what calls for them."""
     if missing := [name for name in expected if name not in stored]:
-        raise CheckpointError(
-            f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole checkpoint, "
-            f"and the {config} that belongs to it"
-        )
+        raise CheckpointError(f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole one")
     for name, shape in expected.items():
         if stored[name].shape != shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(stored[name].shape)}, its {config} calls for {list(shape)}; use the "
-                f"{config} that belongs to these weights"
-            )
+            problem = f"{path}: {name} has shape {list(stored[name].shape)}, its {config} calls for {list(shape)}"
+            raise CheckpointError(f"{problem}; use the {config} that belongs to these weights")
     if unused := [name for name in stored if name not in expected and name not in known]:
-        raise CheckpointError(
-            f"{path} holds {_listed(unused)}, which its {config} has no place for; is it quantised, or another "
-            "architecture?"
-        )
+        problem = f"{path} holds {_listed(unused)}, which its {config} has no place for"
+        raise CheckpointError(f"{problem}; is it quantised, or another architecture?")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Scales of quantised projections: finding and checking them, and dequantisation. `quantization` has the layouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.tensor_files import StoredTensor
+from ddtree_trt.artifact.tensor_files import Stored, StoredTensor
 from ddtree_trt.build.checkpoint.quantization import FORMATS, MODELOPT_CONFIG, Quantization, Values
 from ddtree_trt.build.checkpoint.tensorfile import check_dtype, read_float32
 from ddtree_trt.errors import CheckpointError
@@ -49,40 +49,34 @@ def scale_name(weight: str, kind: str) -> str:
 
 
 def find_scales(
-    directory: Path, quantization: Quantization | None, stored: Mapping[str, StoredTensor], expected: Shapes
+    directory: Path, quantization: Quantization | None, stored: Stored, expected: Shapes
 ) -> dict[str, StoredTensor]:
     """The scales of every quantised weight by name. `expected` are the shapes of the weights before quantisation.
-
-    Raises CheckpointError where one is missing or of the wrong shape, and for a weight that may not be quantised.
-    """
+    Raises CheckpointError where one is missing or of the wrong shape, and for a weight that may not be quantised."""
     types = {known.stored for known in FORMATS.values()}
     found = {}
     for weight in (name for name in expected if name in stored and stored[name].dtype in types):
         dtype = stored[weight].dtype
         if quantization is None or dtype != quantization.format.stored:
             finding = f"is for {quantization.algorithm}" if quantization else "is not there"
-            raise CheckpointError(
-                f"{directory}: {weight} is stored as {dtype}, and the {MODELOPT_CONFIG} that would say how to read it "
-                f"{finding}; fetch the checkpoint again"
-            )
+            where = f"the {MODELOPT_CONFIG} that would say how to read it {finding}; fetch the checkpoint again"
+            raise CheckpointError(f"{directory}: {weight} is stored as {dtype}, and {where}")
         if not weight.endswith("_proj.weight"):
             raise CheckpointError(f"{directory}: {weight} is stored as {dtype}; only projections of a layer may be")
         for name, wanted in _scale_shapes(directory, weight, expected[weight], quantization, stored).items():
             shape = stored[name].shape if name in stored else None
             if shape != wanted and (wanted or shape not in ((), (1,))):
                 what = "it is missing" if shape is None else f"it has shape {list(shape)}"
-                raise CheckpointError(
-                    f"{directory}: {weight} is quantised by {quantization.algorithm}, for which {name} must be "
-                    f"{'one number' if wanted == () else list(wanted)}, and {what}; quantise again, or use the "
-                    "checkpoint before quantisation"
-                )
+                must = f"{name} must be {'one number' if wanted == () else list(wanted)}, and {what}"
+                problem = f"{directory}: {weight} is quantised by {quantization.algorithm}, for which {must}"
+                raise CheckpointError(f"{problem}; use the checkpoint before quantisation")
             check_dtype(name, stored[name])
             found[name] = stored[name]
     return found
 
 
 def _scale_shapes(
-    directory: Path, weight: str, shape: tuple[int, ...], quantization: Quantization, stored: Mapping[str, StoredTensor]
+    directory: Path, weight: str, shape: tuple[int, ...], quantization: Quantization, stored: Stored
 ) -> Shapes:
     """Shapes by name of the scales that a weight [out, in] must have; () is one number. Raises CheckpointError for a
     weight that its algorithm cannot store."""
@@ -94,10 +88,9 @@ def _scale_shapes(
         groups = stored[name].shape[-1] if name in stored and stored[name].shape else 1
         group = quantization.group or max(width // max(groups, 1), 1)
         if out % 2 or width % group:
-            raise CheckpointError(
-                f"{directory}: {weight} [{out}, {width}] cannot be {quantization.algorithm}, which packs two rows in "
-                f"one and has rows of whole groups, of {group} values here; fetch the checkpoint again"
-            )
+            packed = f"which packs two rows in one and has rows of whole groups, of {group} values here"
+            problem = f"{directory}: {weight} [{out}, {width}] cannot be {quantization.algorithm}, {packed}"
+            raise CheckpointError(f"{problem}; fetch the checkpoint again")
         shapes[name] = (out, width // group)
     if layout.rounds_inputs:
         shapes[scale_name(weight, INPUT)] = ()
@@ -106,9 +99,7 @@ def _scale_shapes(
     return shapes
 
 
-def read_scales(
-    weight: str, stored: StoredTensor, quantization: Quantization, quantizers: Mapping[str, StoredTensor]
-) -> Scales:
+def read_scales(weight: str, stored: StoredTensor, quantization: Quantization, quantizers: Stored) -> Scales:
     """The scales of one weight, from those that `find_scales` returned. Raises CheckpointError for one of 0 or less."""
     values: dict[str, NDArray[np.float32]] = {}
     for kind in (WEIGHT, INPUT, SMOOTH):

@@ -19,19 +19,15 @@ _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 def find_tokenizer(checkpoint: Path) -> Path:
     """Where the target's tokenizer is: in the checkpoint's directory, in `tokenizer` beside it, or in the GGUF file.
-
-    Raises CheckpointError when a file is missing, and when a GGUF file's tokenizer is of a kind that is not supported.
-    """
+    Raises CheckpointError when a file is missing, and when a GGUF file's tokenizer is of a kind that is not
+    supported."""
     if is_gguf(checkpoint):
         tokenizer_files(open_gguf(checkpoint).metadata)
         return checkpoint
     sibling = checkpoint.resolve().parent / "tokenizer"
     directory = next((d for d in (checkpoint, sibling) if (d / _VOCABULARY).is_file()), None)
     if directory is None:
-        raise CheckpointError(
-            f"{checkpoint} has no tokenizer: {_VOCABULARY} is missing; copy it and {_SETTINGS} from where the "
-            "checkpoint comes from"
-        )
+        raise CheckpointError(f"{checkpoint} has no tokenizer: {_VOCABULARY} is missing; copy it and {_SETTINGS} too")
     if not (directory / _SETTINGS).is_file():
         raise CheckpointError(f"{directory} has no {_SETTINGS}; copy the tokenizer's files together")
     return directory
@@ -39,10 +35,7 @@ def find_tokenizer(checkpoint: Path) -> Path:
 
 def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
     """Copy the tokenizer's files, or write those that say what a GGUF file does; generation_config.json is the
-    checkpoint's, or says at least where text ends.
-
-    Raises OSError when the destination cannot be written.
-    """
+    checkpoint's, or says at least where text ends. Raises OSError when the destination cannot be written."""
     if is_gguf(source):
         for name, content in tokenizer_files(open_gguf(source).metadata).items():
             (destination / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -69,7 +69,7 @@ def compaction_graph(
     rows = g.op("Add", [g.input(names.KEEP, "int32", [window]), past], ["rows"])
     start = g.cast(past, "int64", "start")
     layers, shape = cache.planes // 2, [1, *cache.slot_shape]
-    for source, result in zip(names.past_names(layers), names.present_names(layers), strict=True):
+    for source, result in zip(*(names.plane_names(part, layers) for part in ("past", "present")), strict=True):
         moved = g.op("Gather", [g.input(source, floats, shape), rows], [f"{source}.moved"], axis=2)
         g.op("TensorScatter", [source, moved, start], [result], axis=2)
         g.output(result, floats, shape)

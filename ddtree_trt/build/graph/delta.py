@@ -50,16 +50,13 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     def unit(x: str, name: str) -> str:
         """Queries or keys of norm 1, once for every value head that they serve."""
         heads = by_head(x, d.key_heads, d.key_dim, f"{name}.heads")
-        squares = op(
-            "ReduceSum", [op("Mul", [heads, heads], f"{name}.squares"), g.number([-1])], f"{name}.sum", keepdims=1
-        )
-        norm = op("Sqrt", [op("Add", [squares, g.number(1e-6)], f"{name}.shifted")], f"{name}.norm")
+        squares = op("Mul", [heads, heads], f"{name}.squares")
+        total = op("ReduceSum", [squares, g.number([-1])], f"{name}.sum", keepdims=1)
+        norm = op("Sqrt", [op("Add", [total, g.number(1e-6)], f"{name}.shifted")], f"{name}.norm")
         normed = op("Unsqueeze", [op("Div", [heads, norm], f"{name}.unit"), g.number([2])], f"{name}.single")
         share = d.value_heads // d.key_heads
-        times = g.number([1, 1, share, 1, 1])
-        return g.reshape(
-            op("Expand", [normed, times], f"{name}.each"), [0, d.value_heads, -1, d.key_dim], f"{out}.{name}"
-        )
+        each = op("Expand", [normed, g.number([1, 1, share, 1, 1])], f"{name}.each")
+        return g.reshape(each, [0, d.value_heads, -1, d.key_dim], f"{out}.{name}")
 
     single = projected if g.floats == "float32" else g.cast(projected, "float32", f"{out}.single")
     parts = [f"{out}.{name}" for name in ("mixed", "z", "steps", "rates")]
@@ -76,10 +73,8 @@ def delta_net(g: Graph, projected: str, at: Delta, tree: Tree, past: tuple[str, 
     step = by_head(op("Sigmoid", [steps], "step.flat"), d.value_heads, 1, "step")
     rate = op("Softplus", [op("Add", [rates, at.step_bias], "rates.shifted")], "rates.positive")
     own = by_head(op("Mul", [rate, at.decay], "g"), d.value_heads, 1, "g.heads")
-    seen, across = (
-        op("Unsqueeze", [tree.seen, g.number([1])], "seen"),
-        op("Transpose", [own], "g.columns", perm=[0, 1, 3, 2]),
-    )
+    seen = op("Unsqueeze", [tree.seen, g.number([1])], "seen")
+    across = op("Transpose", [own], "g.columns", perm=[0, 1, 3, 2])
     total = op("ReduceSum", [op("Where", [seen, across, g.number(0.0)], "g.path"), g.number([-1])], "G", keepdims=1)
     decays = op("Exp", [total], "decays")
     across = op("Sub", [total, op("Transpose", [total], "G.columns", perm=[0, 1, 3, 2])], "G.differences")
@@ -145,10 +140,8 @@ def advance(
     g: Graph, past: tuple[str, str], kept: str, rows: tuple[str, str], net: DeltaNet, results: tuple[str, str]
 ) -> None:
     """Advance one slot along a part of a path, from `past`, its state [1, Hv, Dk, Dv] and last inputs [1, 1, taps − 1,
-    C], into `results`, updates of the same tensors. `kept` [F, sum of `kept_widths`] are the last pass's rows.
-
-    `rows`: int32 [K], the rows taken, rising, and then −1; and int32 [1], the path's row before them, −1 for none.
-    """
+    C], into `results`, updates of the same tensors. `kept` [F, sum of `kept_widths`] are the last pass's rows. `rows`:
+    int32 [K], the rows taken, rising, and then −1; and int32 [1], the path's row before them, −1 for none."""
     (state, inputs), (taken, before), out = past, rows, results[0]
     groups = net.value_heads // net.key_heads
 

@@ -72,10 +72,9 @@ class TensorRtGraph(Graph):
         slots: int | str = limits.max_batch if self.by_slot_id else "N"
         shape = [slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim]
         layers = len(dims.attention_layers)
-        past, present = names.past_names(layers), names.present_names(layers)
-        for name in past:
+        for name in names.plane_names("past", layers):
             self.input(name, self.floats, shape)
-        for name in present:
+        for name in names.plane_names("present", layers):
             self.output(name, self.floats, shape)
 
     def head(self, x: str, table: Table, out: str) -> str:
@@ -147,10 +146,8 @@ class PluginGraph(TensorRtGraph):
 
     def _attention(self, qkv: tuple[str, str, str], at: Attention, mode: MaskMode, mask: str, out: str) -> str:
         (query_heads, kv_heads), size = at.heads, at.head_dim
-        query, key, value = (
-            self.reshape(x, [0, 0, heads, size], f"{x}.by_head")
-            for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True)
-        )
+        query, key = (self._rotate(x, heads, at) for x, heads in zip(qkv[:2], at.heads, strict=True))
+        value = self.reshape(qkv[2], [0, 0, kv_heads, size], f"{qkv[2]}.by_head")
         attrs = {
             plugins.NUM_Q_HEADS: query_heads,
             plugins.NUM_KV_HEADS: kv_heads,
@@ -163,25 +160,16 @@ class PluginGraph(TensorRtGraph):
             "plugin_version": plugins.VERSION,
         }
         past, present = names.cache_names("past", at.layer), names.cache_names("present", at.layer)
-        inputs = [self._rotate(query, at), self._rotate(key, at), value, *past, names.SLOT_IDS, names.PAST_LEN, mask]
+        inputs = [query, key, value, *past, names.SLOT_IDS, names.PAST_LEN, mask]
         seen = f"{out}.by_head"
         self.op(plugins.ATTENTION, inputs, [seen, *present], domain=plugins.NAMESPACE, **attrs)
         return self.reshape(seen, [0, 0, query_heads * size], out)
 
-    def _rotate(self, x: str, at: Attention) -> str:
-        """Rotary embedding of x [N, T, heads, D]: the halves (a, b) of a head rotated by its position's angles."""
-        single = self._single(x)
-        half = at.head_dim // 2
-        a, b = self.split(single, [half, half], [f"{x}.a", f"{x}.b"])
-        axis = self.number([2])
-        cos, sin = (self.op("Unsqueeze", [self._angles(t), axis], [f"{t}.angles"]) for t in at.rotary)
-        rotated = [
-            self.op(
-                kind, [self.op("Mul", [p, cos], [f"{p}.cos"]), self.op("Mul", [q, sin], [f"{q}.sin"])], [f"{p}.new"]
-            )
-            for kind, p, q in (("Sub", a, b), ("Add", b, a))
-        ]
-        return self._rounded("Concat", rotated, f"{x}.rotated", axis=-1)
+    def _rotate(self, x: str, heads: int, at: Attention) -> str:
+        """Rotary embedding of x [N, T, heads · D]: [N, T, heads, D]."""
+        cos, sin = (self._angles(table) for table in at.rotary)
+        rotated = self._rounded("RotaryEmbedding", [self._single(x), cos, sin], f"{x}.rotated", num_heads=heads)
+        return self.reshape(rotated, [0, 0, heads, at.head_dim], f"{x}.by_head")
 
 
 KEY_LENGTHS = "key_lengths"  # int32 [N], computed in the graph: rows of each cache that hold keys, the call's included
@@ -259,11 +247,10 @@ class NativeGraph(TensorRtGraph):
         cos, sin = (self._angles(table) for table in at.rotary)
         first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
         new = self._rotated(key, cos, sin, at), value
+        places = (names.cache_names(part, at.layer) for part in ("past", "present"))
         keys, values = (
             self.op("TensorScatter", [past, rows, first], [present], axis=2)
-            for past, rows, present in zip(
-                names.cache_names("past", at.layer), new, names.cache_names("present", at.layer), strict=True
-            )
+            for rows, past, present in zip(new, *places, strict=True)
         )
         lengths = self.cast(self._key_lengths(), "int64", f"{KEY_LENGTHS}.wide")
         inputs = [self._rotated(query, *query_angles, at, scaled=True), keys, values, visible, "", "", lengths]
@@ -322,17 +309,14 @@ class NativeGraph(TensorRtGraph):
         return visible
 
     def _tree_visible(self) -> str:
-        """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set.
-
-        Its last operator is no reshape: with one slot, the builder failed on a mask that several attentions reshape.
-        """
+        """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set. Its last operator is no reshape:
+        with one slot, the builder failed on a mask that several attentions reshape."""
         starts = self.reshape(names.PAST_LEN, [-1, 1], "starts")
         row = self.op("Sub", [self._columns(), starts], ["column_row"])  # int32 [N, S]: of the call, in each column
         zero, largest = self.number(0, np.int32), self.number(self._words * _WORD - 1, np.int32)
         bit = self.op("Min", [self.op("Max", [row, zero], ["column_row.low"]), largest], ["column_bit"])
-        index = self.op(
-            "Unsqueeze", [self.cast(bit, "int64", "column_bit.wide"), self.number([2])], ["column_bit.index"]
-        )
+        wide = self.cast(bit, "int64", "column_bit.wide")
+        index = self.op("Unsqueeze", [wide, self.number([2])], ["column_bit.index"])
         of_columns = self.op("GatherND", [self._bits(), index], ["tree_bits.columns"], batch_dims=1)
         by_column = self.op("Unsqueeze", [of_columns, self.number([1])], ["tree_bits.by_column"])
         by_row = self.op("Transpose", [by_column], ["tree_bits.by_row"], perm=[0, 1, 3, 2])

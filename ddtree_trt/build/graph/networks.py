@@ -4,7 +4,7 @@ Each is written once, in the methods of `ops.Graph`, for every runtime. Weights 
 and written to the graph's sink one by one, so that building needs little more memory than the largest tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,11 +57,9 @@ class Network:
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
     def linear(self, x: str, name: str, *sources: str, out: str, gated: int = 0, fine: Fine | None = None) -> str:
-        """x [..., in] times one or several projections side by side, by their Hugging Face names.
-
-        Quantised projections are multiplied as they are stored, and one by one where no single product can replace
-        theirs (see `join_scales`).
-        """
+        """x [..., in] times one or several projections side by side, by their Hugging Face names. Quantised projections
+        are multiplied as they are stored, and one by one where no single product can replace theirs (see
+        `join_scales`)."""
         quantized = self.quantized
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
@@ -169,9 +167,8 @@ class Network:
             if parts.shared_gate_up is None or parts.shared_down is None or parts.shared_gate is None:
                 return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
             mixture = g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.experts")
-            shared = self.swiglu(
-                f"{layer}.shared", h, parts.shared_gate_up, parts.shared_down, self.dims.experts.shared
-            )
+            width = self.dims.experts.shared
+            shared = self.swiglu(f"{layer}.shared", h, parts.shared_gate_up, parts.shared_down, width)
             name = f"{layer}.shared_gate"
             gate = self.linear(h, name, *parts.shared_gate.sources, out=f"{name}.out")
             return g.op("Add", [mixture, g.gated(shared, gate, f"{layer}.shared.gated")], [f"{layer}.mlp"])
@@ -183,61 +180,56 @@ class Network:
         return self.linear(both, f"{name}.down", *down.sources, out=out or f"{name}.mlp", gated=width)
 
 
-def embedding_table(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
-    return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: weights(EMBEDDING), dims.table)
+def embedding_table(network: Checkpoint, prefix: str) -> Table:
+    return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: network.tensor(EMBEDDING), network.dims.table)
 
 
-def head_table(g: Graph, dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
+def head_table(g: Graph, network: Checkpoint, prefix: str) -> Table:
     """The language-model head, the embedding itself when tied; for rotated rows in a graph that rotates."""
+    tied, dims = network.tie_word_embeddings, network.dims
     source, key = (EMBEDDING, f"{prefix}{EMBEDDING}") if tied else (HEAD, f"{prefix}lm_head")
     if g.rotates:
-        return Table(names.HEAD, f"{key}.head", lambda: rotate(weights(source), dims.hidden_size), dims.table)
-    return Table(names.EMBEDDING if tied else names.HEAD, key, lambda: weights(source), dims.table)
+        return Table(names.HEAD, f"{key}.head", lambda: rotate(network.tensor(source), dims.hidden_size), dims.table)
+    return Table(names.EMBEDDING if tied else names.HEAD, key, lambda: network.tensor(source), dims.table)
 
 
 def build_target_graph(
-    g: Graph,
-    dims: TransformerDims,
-    weights: Weights,
-    *,
-    tap_layers: tuple[int, ...],
-    limits: Limits,
-    tied: bool,
-    prefix: str = "",
-    quantized: Checkpoint | None = None,
+    g: Graph, network: Checkpoint, limits: Limits, taps: Sequence[int] = (), prefix: str = "", quantized: bool = False
 ) -> ModelProto:
     """The target: T tokens of N slots after their caches → logits of R rows, tapped hidden states, and where the logits
     stay on a device, the choices.
 
     A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
-    With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart. In a
-    graph that rotates, tapped states are rotated.
-    Without `quantized` quantised weights are dequantised, and no row is rounded.
+    Without taps it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart. In a graph
+    that rotates, tapped states are rotated.
+    Unless `quantized` quantised weights are dequantised, and no row is rounded.
     """
+    dims = network.dims
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", "T"])
     g.row_inputs("T", limits.max_tokens_per_pass, masked=True)
     rows = g.input(names.ROWS, g.integers, ["R"])
-    rotation = Rotation(dims, weights) if g.rotates else None
-    net = Network(g, dims, rotation or weights, limits, prefix, quantized=quantized)
+    rotation = Rotation(dims, network.tensor) if g.rotates else None
+    stored = network if quantized else None
+    net = Network(g, dims, rotation or network.tensor, limits, prefix, quantized=stored)
     eps = dims.rms_norm_eps
 
-    x = g.embed(embedding_table(dims, weights, prefix), token_ids, "embedded")
+    x = g.embed(embedding_table(network, prefix), token_ids, "embedded")
     if rotation:
         x = g.row_product(x, g.weight(f"{prefix}rotation.into", rotation.into), "rotated")
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
-    taps = []
+    tapped = []
     for i in range(dims.num_layers):
         h, x = net.after_attention(i, net.project(i, net.mixed(i, h)), x)
-        if i in tap_layers:
-            taps.append(x)
-    if taps:
-        g.concat(taps, names.TAPS, axis=-1)
-        g.output(names.TAPS, g.floats, ["N", "T", len(taps) * dims.hidden_size])
+        if i in taps:
+            tapped.append(x)
+    if tapped:
+        g.concat(tapped, names.TAPS, axis=-1)
+        g.output(names.TAPS, g.floats, ["N", "T", len(tapped) * dims.hidden_size])
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
     if rotation:
         wanted = g.row_product(wanted, g.weight(f"{prefix}rotation.out", rotation.out), "wanted.head")
-    g.head(wanted, head_table(g, dims, weights, prefix, tied), names.LOGITS)
+    g.head(wanted, head_table(g, network, prefix), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
     g.choices(names.LOGITS)
     return g.model()
@@ -257,7 +249,7 @@ class TappedNetwork(Network):
 
     def embedding(self) -> Table:
         if not self.dims.own_embedding:
-            return embedding_table(self.dims, self._target.tensor, "")
+            return embedding_table(self._target, "")
         key = self.prefix + OWN_EMBEDDING
         return Table(names.EMBEDDING, key, lambda: self.weights(OWN_EMBEDDING), self.dims.table)
 
@@ -274,9 +266,9 @@ class TappedNetwork(Network):
 
     def logits(self, rows: str, out: str) -> str:
         """Logits [R, V'] of normed rows [R, H]: by its own head, or the target's."""
-        g, dims, target = self.g, self.dims, self._target
+        g, dims = self.g, self.dims
         if not dims.own_head:
-            head = head_table(g, dims, target.tensor, "", target.tie_word_embeddings)
+            head = head_table(g, self._target, "")
         else:
 
             def own() -> np.ndarray:

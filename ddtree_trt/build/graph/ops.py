@@ -1,7 +1,7 @@
 """The operator vocabulary of the graphs: the operators that all lowerings share, and those each lowers in its own way.
 
-The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, and `lowering_int8.py` with integer
-products; `lowering_tensorrt.py`, with our plugins or with TensorRT's own attention.
+The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, also with integer products;
+`lowering_tensorrt.py`, with our plugins or with TensorRT's own attention.
 """
 
 from abc import ABC, abstractmethod
@@ -128,10 +128,8 @@ class Graph(ABC):
     # Operators of every runtime
 
     def op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attrs: Any) -> str:
-        """Add a node, unless the graph has it, and return the name of its first output.
-
-        An empty name is an absent optional input.
-        """
+        """Add a node, unless the graph has it, and return the name of its first output. An empty name is an absent
+        optional input."""
         node = helper.make_node(kind, list(inputs), list(outputs), name=outputs[0], domain=domain, **attrs)
         assert self._nodes.setdefault(outputs[0], node) == node, f"two nodes write {outputs[0]}"
         return outputs[0]
@@ -259,10 +257,8 @@ class Graph(ABC):
 
     @abstractmethod
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int | str:
-        """Log-probabilities and ids of the most probable of logits [N, L, V], falling: [N, L, K] each.
-
-        Returns K: at most `candidates`, or a name where the caller chooses it per call.
-        """
+        """Log-probabilities and ids of the most probable of logits [N, L, V], falling: [N, L, K] each. Returns K: at
+        most `candidates`, or a name where the caller chooses it per call."""
 
     @abstractmethod
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
@@ -277,20 +273,14 @@ class Graph(ABC):
         """silu(gate) · up."""
 
     def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
-        """The mixture of experts over rows x [N, T, H] with the router's logits [N, T, E].
-
-        `projections` make the weights, stored under `key`: gate and up [E, 2·inner, H], gate before up, and down
-        [E, H, inner].
-        """
+        """The mixture of experts over rows x [N, T, H] with the router's logits [N, T, E]. `projections` make the
+        weights, stored under `key`: gate and up [E, 2·inner, H], gate before up, and down [E, H, inner]."""
         raise NotImplementedError  # the backends' `check` refuses such networks
 
     @abstractmethod
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         """Grouped-query attention that appends to the cache in place: a row sees the past, and those rows of the call
-        that the mask allows.
-
-        qkv are [N, T, heads · D], before rotary embedding; so is what it returns.
-        """
+        that the mask allows. qkv are [N, T, heads · D], before rotary embedding; so is what it returns."""
 
     @abstractmethod
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:

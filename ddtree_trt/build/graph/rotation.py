@@ -32,9 +32,8 @@ def rotate(x: Floats, size: int) -> Floats:
     for start in range(0, len(parts), _ROWS):
         waves = np.fft.rfft(parts[start : start + _ROWS] * signs, norm="ortho")
         mirrored = waves[:, 1 : (size + 1) // 2][:, ::-1]
-        rotated[start : start + _ROWS] = np.concatenate(
-            [waves.real - waves.imag, mirrored.real + mirrored.imag], axis=-1
-        )
+        halves = waves.real - waves.imag, mirrored.real + mirrored.imag
+        rotated[start : start + _ROWS] = np.concatenate(halves, axis=-1)
     return rotated.reshape(x.shape)
 
 

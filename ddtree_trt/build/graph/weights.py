@@ -32,16 +32,10 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._done = 0
         self._progress = progress
 
-    @property
-    def size(self) -> int:
-        return self._done
-
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
         """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. Arrays
-        of quantised values are their bytes, each with two values of int4.
-
-        Raises OSError when the disk is full, BuildError when fp16 cannot hold a value, and whatever `make` raises.
-        """
+        of quantised values are their bytes, each with two values of int4. Raises OSError when the disk is full,
+        BuildError when fp16 cannot hold a value, and whatever `make` raises."""
         known = self._written.get(key)
         if known is None:
             array = np.asarray(make(), order="C")
@@ -79,8 +73,5 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self._file.close()
         self._progress("write weights", self._done, self._done)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -11,7 +11,4 @@ from ddtree_trt.build.graph.ops import Graph
 
 def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
     """T tokens of N slots after their caches → logits of R rows."""
-    tied = drafter.tie_word_embeddings
-    return build_target_graph(
-        g, drafter.dims, drafter.tensor, tap_layers=(), limits=limits, tied=tied, prefix=names.DRAFTER
-    )
+    return build_target_graph(g, drafter, limits, prefix=names.DRAFTER)

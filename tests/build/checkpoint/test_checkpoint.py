@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    TARGET_DIMS,
-    edit_json,
-    make_drafter,
-    make_target,
-    random_weights,
-    refusal,
-    write_safetensors,
-)
+from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, refusal, write_safetensors
 from quantized import ALGORITHMS, projections, quantize
 from safetensors.torch import load_file, save_file
 
@@ -65,9 +57,7 @@ def test_tap_layers_default_when_the_config_names_none(tmp_path: Path) -> None:
         ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, {}),
     ],
 )
-def test_a_configuration_is_read_in_either_form(
-    tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_a_configuration_in_either_form(tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]) -> None:
     assert load_checkpoint(make_target(tmp_path, config=config)).dims == replace(TARGET_DIMS, **expected)
 
 
@@ -79,12 +69,7 @@ def test_null_kv_heads_means_one_per_query_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [
-        (None, 5, (5,)),
-        ({"eos_token_id": [7, 5, 7]}, 5, (7, 5)),
-        ({"eos_token_id": None}, [3], (3,)),
-        ({}, None, ()),
-    ],
+    [(None, 5, (5,)), ({"eos_token_id": [7, 5, 7]}, 5, (7, 5)), ({"eos_token_id": None}, [3], (3,)), ({}, None, ())],
 )
 def test_stop_tokens(tmp_path: Path, generation: Any, config: Any, expected: tuple[int, ...]) -> None:
     make_target(tmp_path, config={"eos_token_id": config})

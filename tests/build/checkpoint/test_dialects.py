@@ -193,34 +193,18 @@ STATED: list[tuple[Any, Any, tuple[bool, ...]]] = [
 
 
 OWN = {"own_embedding": True, "own_head": True}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+SLIDING = {"layer_types": FIRST, **SWITCHED}
 SLID = {"windows": (8, 0), "causal": (True, False)}
 SPECULATORS = {**OWN, "num_target_layers": None}
-# Dialect, entries of config.json that differ, and of objects within it → what the drafter is.
-MEANT: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]] = {
-    "zlab": ("zlab", {}, {}, {}),
-    "zlab with windows": ("zlab", SLIDING, {}, SLID),
-    "zlab, anchor first": ("zlab", {}, {"dflash_config": {"sample_from_anchor": True}}, {"anchor_first": True}),
-    "jetspec": ("jetspec", {}, {}, {"causal": (True, True)}),
-    "deepspec": ("deepspec", {}, {}, {**OWN, "anchor_first": True}),
-    "specforge": ("specforge", {}, {}, {"anchor_first": True}),
-    "speculators": ("speculators-dflash", {}, {}, SPECULATORS),
-    "speculators with windows": (
-        *("speculators-dflash", {}, {"transformer_layer_config": SLIDING}, {**SPECULATORS, **SLID}),
-    ),
-    "speculators, smaller vocabulary": (
-        *("speculators-dspark", {}, {}, {**SPECULATORS, "anchor_first": True, "draft_vocab_size": VOCABULARY}),
-    ),
+# What a dialect's drafter is, stated here a second time, so that the truth does not depend on the reader.
+BASES: dict[str, dict[str, Any]] = {
+    "zlab": {},
+    "jetspec": {"causal": (True, True)},
+    "deepspec": {**OWN, "anchor_first": True},
+    "specforge": {"anchor_first": True},
+    "speculators-dflash": SPECULATORS,
+    "speculators-dspark": {**SPECULATORS, "anchor_first": True, "draft_vocab_size": VOCABULARY},
 }
-
-
-@pytest.mark.parametrize("case", MEANT)
-def test_what_a_dialect_means(tmp_path: Path, case: str) -> None:
-    """Stated here a second time, so that the truth does not depend on the reader."""
-    name, changes, sections, meaning = MEANT[case]
-    own = {"block_size": BLOCK, "mask_token_id": SHAPE["mask_token_id"], "tap_layers": (0, 2), "num_target_layers": 3}
-    expected = {**vars(TARGET_DIMS), "num_layers": 2, **own, **meaning}
-    assert dims_of(make_dialect(tmp_path, name, changes, sections)) == DFlashDims(**expected)
 
 
 def proposing(tokens: int) -> dict[str, Any]:
@@ -231,40 +215,27 @@ def proposing(tokens: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "sections", "expected"),
     [
+        *((name, {}, {}, {}) for name in BASES),
+        ("zlab", {}, {"dflash_config": {"sample_from_anchor": True}}, {"anchor_first": True}),
+        ("speculators-dflash", {}, {"transformer_layer_config": SLIDING}, SLID),
         # What is stated for the block counts, in vLLM's order; otherwise the layers that slide are causal.
         *(
             ("zlab", {**outer, **window}, {"dflash_config": inner}, {"windows": windows, "causal": causal})
             for outer, inner, causal in STATED
-            for window, windows in (({}, ()), ({**SWITCHED, "layer_types": FIRST}, (8, 0)))
+            for window, windows in (({}, ()), (SLIDING, (8, 0)))
         ),
         # `use_swa`: all layers slide where none is listed, and none of them is causal for that.
-        (
-            "zlab",
-            {"layer_types": None},
-            {"dflash_config": {"use_swa": True, "swa_window_size": 6}},
-            {"windows": (6, 6), "causal": ()},
-        ),
+        ("zlab", {"layer_types": None}, {"dflash_config": {"use_swa": True, "swa_window_size": 6}},
+         {"windows": (6, 6)}),
         ("deepspec", {"layer_types": BOTH, "sliding_window": 8}, {}, {"windows": (8, 8), "causal": (True, True)}),
-        *(
-            (
-                "speculators-dflash",
-                {"sliding_window_non_causal": non_causal},
-                {"transformer_layer_config": {**SWITCHED, "layer_types": FIRST}},
-                {"windows": (8, 0), "causal": () if non_causal else (True, False)},
-            )
-            for non_causal in (False, True)
-        ),
+        ("speculators-dflash", {"sliding_window_non_causal": True}, {"transformer_layer_config": SLIDING},
+         {"windows": (8, 0)}),
         # layer ids of speculators are one more than the taps
         ("speculators-dflash", {"aux_hidden_state_layer_ids": [3, 1]}, {}, {"tap_layers": (2, 0)}),
         # whether position 0 predicts
         *(
-            (
-                "speculators-dflash",
-                {"sample_from_anchor": stated},
-                proposing(BLOCK - fewer),
-                {"anchor_first": anchor_first},
-            )
-            for stated, fewer, anchor_first in (
+            ("speculators-dflash", {"sample_from_anchor": stated}, proposing(BLOCK - fewer), {"anchor_first": first})
+            for stated, fewer, first in (
                 (None, 1, False), (None, 0, True), (False, 2, False), (True, 1, True), (True, 0, True)
             )
         ),
@@ -273,8 +244,9 @@ def proposing(tokens: int) -> dict[str, Any]:
 def test_what_values_mean(
     tmp_path: Path, name: str, changes: dict[str, Any], sections: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    dims = dims_of(make_dialect(tmp_path, name, changes, sections))
-    assert {field: getattr(dims, field) for field in expected} == expected
+    shape = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
+    meant = {**vars(TARGET_DIMS), **shape, **BASES[name], **expected}
+    assert dims_of(make_dialect(tmp_path, name, changes, sections)) == DFlashDims(**meant)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +262,7 @@ def test_what_values_mean(
          "layer_types has 'sliding_attention', but use_sliding_window is false"),
         ("speculators-dflash", {"aux_hidden_state_layer_ids": [0, 2]}, {},
          "aux_hidden_state_layer_ids[0] must be an integer from 1 to 1000, found 0"),
-        ("speculators-dflash", {"sliding_window": 9}, {"transformer_layer_config": {**SWITCHED, "layer_types": FIRST}},
+        ("speculators-dflash", {"sliding_window": 9}, {"transformer_layer_config": SLIDING},
          "sliding_window is 8, but 9 in the file: which is it?"),
         ("speculators-dflash", {"sample_from_anchor": False}, proposing(BLOCK),
          f"proposes {BLOCK} tokens, more than block_size {BLOCK} and sample_from_anchor false"),
@@ -370,9 +342,7 @@ def test_two_ways_to_count_taps(tmp_path: Path) -> None:
         ("deepspec-eagle3-qwen3-8b", {"target_layer_ids": None}, "target_layer_ids"),
     ],
 )  # fmt: skip
-def test_what_is_not_implemented_is_refused_by_name(
-    tmp_path: Path, name: str, changes: dict[str, Any], field: str
-) -> None:
+def test_what_is_not_implemented_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], field: str) -> None:
     with pytest.raises(CheckpointError, match=field):
         read(tmp_path, name, **changes)
 

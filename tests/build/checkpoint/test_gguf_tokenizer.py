@@ -168,9 +168,7 @@ def test_an_engine_has_the_files_template(trained: Tokenizer, tmp_path: Path) ->
         ({"bos_token_id": None, "add_bos_token": True}, "add_bos_token' is true, but no bos_token_id is there"),
     ],
 )
-def test_other_tokenizers_are_refused(
-    changes: dict[str, Any], message: str, trained: Tokenizer, tmp_path: Path
-) -> None:
+def test_others_are_refused(changes: dict[str, Any], message: str, trained: Tokenizer, tmp_path: Path) -> None:
     file = write(tmp_path, words_of(trained, **{"pre": "gpt-2", **changes}))
     with pytest.raises(CheckpointError) as caught:
         find_tokenizer(file)

@@ -56,9 +56,7 @@ def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_presets_configurations_alone_say_what_it_takes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_presets_configurations_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, changes, drafter, others, layers, state_mb, values = PAIRS[name]
     folders = published(tmp_path / "t", "targets", target), published(tmp_path / "d", "drafters", drafter)
     for folder, changed in zip(folders, (changes, others), strict=True):

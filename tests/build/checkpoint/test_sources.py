@@ -12,7 +12,7 @@ from command_line import Cli
 from gguf_files import make_gguf
 from huggingface_hub import errors
 
-from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, load_manifest
+from ddtree_trt.artifact.manifest import PACKAGED, load_manifest
 from ddtree_trt.artifact.verify import rebuild_command
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine, dry_run
@@ -46,8 +46,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("Qwen/Qwen3-8B", HubSource("Qwen/Qwen3-8B", None, typed=True)),
-        ("z-lab/LLaMA3.1_8B@refs/pr/7", HubSource("z-lab/LLaMA3.1_8B", "refs/pr/7", typed=True)),
+        ("Qwen/Qwen3-8B", HubSource("Qwen/Qwen3-8B", None)),
+        ("z-lab/LLaMA3.1_8B@refs/pr/7", HubSource("z-lab/LLaMA3.1_8B", "refs/pr/7")),
         (Path("Qwen/Qwen3-8B"), LocalSource(Path("Qwen/Qwen3-8B"))),
         *(
             (text, LocalSource(Path(text)))
@@ -75,14 +75,6 @@ def test_a_pair_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path, cl
     assert [path.name for path in found] == [COMMIT, OTHER]
 
 
-def test_a_local_drafter_with_a_target_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path) -> None:
-    request = BuildRequest(checkpoint="mine/target", drafter=tmp_path / OTHER, output=tmp_path / "e")
-    assert dry_run(request).name == request.name == "target"
-    manifest = compile_engine(request)
-    assert (manifest.target.revision, manifest.drafter.revision) == (COMMIT, LOCAL)
-    assert {name for name, _ in hub} == {"mine/target"}
-
-
 def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """With the hub's own text, which says what to do."""
     response: Any = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
@@ -94,14 +86,11 @@ def test_what_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)
     drafter = make_drafter(tmp_path / "drafter")
     problem = (
-        "cannot download a/b, which is no path here, (GatedRepoError: Access to a/b is restricted. Visit\\x1b its page"
+        "cannot download a/b, which is no path here (GatedRepoError: Access to a/b is restricted. Visit\\x1b its page"
     )
     advice = "to use a local copy give --checkpoint DIR"
     assert_refused(cli("build", "--checkpoint", "a/b@v9", "--drafter", drafter), 1, problem, advice)
     assert not Path("engines/b").exists()
-
-
-# The file of another package
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import backend as rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device.buffers import ALIGNMENT, CacheShape
-from ddtree_trt.device.gpus import KINDS, Gpu
+from ddtree_trt.device.gpus import KINDS
 from ddtree_trt.device.libraries import import_tensorrt
-from ddtree_trt.errors import BuildError, MissingDependency, UsageError
+from ddtree_trt.errors import MissingDependency, UsageError
 
 PLANS = ("target.plan", "drafter.plan", "compaction.plan")
 RTX = ["--backend", "tensorrt-rtx"]
@@ -29,13 +29,7 @@ SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    has(monkeypatch)
-
-
-def has(patch: pytest.MonkeyPatch, *capabilities: str) -> None:
-    """This machine has GPUs of these compute capabilities."""
-    found = tuple(Gpu(f"GPU {number}", "580.1", "24000 MiB", sm) for number, sm in enumerate(capabilities))
-    patch.setattr(rtx, "find_gpus", lambda: found)
+    monkeypatch.setattr(rtx, "find_gpus", lambda: ())
 
 
 @pytest.fixture
@@ -61,7 +55,6 @@ def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
     assert manifest.toolchain["tensorrt-rtx"] == import_tensorrt(rtx=True).__version__
     assert manifest.toolchain["gpus"] == "sm80 sm86 sm89 sm120 sm121", "all that have bf16"
     assert set(manifest.tensors) == {"target", "drafter", "compaction"}
-    assert sorted(p.name for p in engine.parent.iterdir()) == ["tiny"], "no timing cache"
 
     code, out, err = cli("inspect", engine)
     assert code == 0, err
@@ -94,24 +87,8 @@ def kinds(*names: str) -> str:
     return " ".join(build.kinds_for(checkpoint))
 
 
-def test_the_kinds_an_engine_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kinds() == "sm80 sm86 sm89 sm120 sm121"
-    has(monkeypatch, "8.9")
-    assert kinds() == "sm89"
-    assert kinds("sm120") == "sm120", "for another machine"
-    has(monkeypatch, "9.0", "12.0", "8.6")
-    assert kinds() == "sm120 sm86"
-    has(monkeypatch, "unknown")
-    assert kinds() == "sm80 sm86 sm89 sm120 sm121"
-    for capability, advice in (
-        ("9.0", "use --backend tensorrt"),
-        ("7.5", "use --backend torch"),
-        ("8.7", "not served"),
-    ):
-        has(monkeypatch, capability)
-        with pytest.raises(BuildError, match=rf"this machine's GPU 0 \(sm.*{advice}.*, or name the GPUs"):
-            kinds()
-        assert kinds("sm89") == "sm89"
+def test_the_kinds_an_engine_is_for() -> None:
+    assert kinds() == "sm80 sm86 sm89 sm120 sm121" and kinds("sm120", "sm89", "sm120") == "sm120 sm89"
 
 
 def test_kinds_are_those_of_the_product() -> None:

@@ -43,7 +43,7 @@ class Compaction:
         for *_, start, keep in windows(past, np.array(path, np.int32), WINDOW, LIMITS.cache_rows):
             feed: dict[str, Any] = {names.PAST_LEN: np.array([start], np.int32)}
             if self.native:
-                pasts, presents = (f(TARGET.num_layers) for f in (names.past_names, names.present_names))
+                pasts, presents = (names.plane_names(part, TARGET.num_layers) for part in ("past", "present"))
                 feed |= {names.KEEP: keep, **dict(zip(pasts, self.cache[:, slot : slot + 1], strict=True))}
                 self.cache[:, slot] = np.concatenate(self.session.run(presents, feed))
             else:
@@ -88,8 +88,3 @@ def test_rows_move_as_the_kernel_moves_them(compaction: Compaction, past: int, p
 @given(st.data(), st.integers(0, LIMITS.max_seq_len), st.integers(0, LIMITS.max_batch - 1))
 def test_any_path(compaction: Compaction, data: st.DataObject, past: int, slot: int) -> None:
     check(compaction, slot, past, sorted({0, *data.draw(st.sets(st.integers(1, LIMITS.max_tree_budget)))}))
-
-
-def test_the_window_is_the_longest_chain() -> None:
-    assert window_rows(DRAFTER) == DRAFTER.block_size
-    assert window_rows(TARGET) == 17  # an autoregressive drafter's longest chain and the root

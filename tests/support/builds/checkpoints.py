@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ddtree_trt.build.checkpoint import reader
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
@@ -30,18 +31,8 @@ from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.rope_scaling import RopeScaling
 from tools import config_entries
 
-TARGET_DIMS = TransformerDims(
-    vocab_size=96,
-    hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=48,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    max_positions=256,
-)
+# V, H, layers, Hq, Hkv, D, width of the MLP, epsilon, rotary base, positions.
+TARGET_DIMS = TransformerDims(96, 32, 3, 4, 2, 16, 48, 1e-6, 10000.0, 256)
 EXPERTS = Experts(count=8, per_token=3, normalised=True)  # of families that have any
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=32, taps=4, attention_layers=(2,))  # of hybrids
 DRAFTER_EXTRA = {"block_size": 4, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
@@ -163,15 +154,13 @@ def make_eagle(
     shape = Eagle3Dims(
         **{**vars(TARGET_DIMS), "num_layers": 1, "draft_vocab_size": 60, **family_fields(family), **dims}
     )
-    section = {"eagle_aux_hidden_state_layer_ids": list(shape.tap_layers)} if shape.tap_layers else {}
-    switches = {name: True for name in ("norm_before_residual", "norm_output") if getattr(shape, name)}
-    own = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": shape.head_size,
-        "target_hidden_size": shape.target_hidden_size,
-        "eagle_config": section or None,
-    }
-    write_config(path, {**_config(shape, family), **{n: v for n, v in own.items() if v}, **switches}, config)
+    own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shape.head_size}
+    own |= {name: True for name in ("norm_before_residual", "norm_output") if getattr(shape, name)}
+    if shape.target_hidden_size:
+        own["target_hidden_size"] = shape.target_hidden_size
+    if shape.tap_layers:
+        own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(shape.tap_layers)}
+    write_config(path, {**_config(shape, family), **own}, config)
     weights = drafter_weights(shape, seed)
     for old, new in (names or {"layers.0.": "midlayer."}).items():
         weights = {name.replace(old, new): values for name, values in weights.items()}
@@ -194,18 +183,13 @@ def make_pair(
     """A target and a DFlash drafter that fits it: the directories `target` and `drafter` below `path`."""
     target = make_target(path / "target", dtype=dtype, tied=tied, family=family, **dims)
     if family.delta:  # whose drafters are of another family
-        family, dims = (
-            QWEN3,
-            {name: value for name, value in dims.items() if name not in ("delta", "experts", "rotary_dim")},
-        )
+        family = QWEN3
+        dims = {name: value for name, value in dims.items() if name not in ("delta", "experts", "rotary_dim")}
     shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
     last = shape.num_layers - 1
-    extra = {
-        "tap_layers": (0, last) if last else (0,),
-        "num_target_layers": shape.num_layers,
-        "mask_token_id": shape.vocab_size - 1,
-    }
-    return target, make_drafter(path / "drafter", dtype=dtype, family=family, **{**dims, "num_layers": 2, **extra})
+    extra = {"tap_layers": (0, last) if last else (0,), "mask_token_id": shape.vocab_size - 1}
+    extra |= {"num_layers": 2, "num_target_layers": shape.num_layers}
+    return target, make_drafter(path / "drafter", dtype=dtype, family=family, **{**dims, **extra})
 
 
 def _config(dims: TransformerDims, family: Family) -> dict[str, Any]:
@@ -268,19 +252,9 @@ def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, dtype: str, 
 def make_tokenizer(path: Path, vocab_size: int) -> None:
     """A word-level tokenizer whose words are t0, t1, …: enough for everything but real text."""
     path.mkdir(parents=True, exist_ok=True)
-    vocabulary = {f"t{i}": i for i in range(vocab_size)}
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": f"t{STOP_TOKEN}"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 

@@ -29,16 +29,8 @@ def build_torch_engine(
     target: Path, drafter: Path, engine: Path, *, precision: str = "fp32", **options: Any
 ) -> TorchEngine:
     """Build an engine of the torch backend in the directory `engine`, and load it on the CPU."""
-    request = BuildRequest(
-        target="pair",
-        checkpoint=target,
-        drafter=drafter,
-        output=engine,
-        backend="torch",
-        precision=precision,  # type: ignore[arg-type]
-        **options,
-    )
-    compile_engine(request)
+    made: Any = {"backend": "torch", "precision": precision, **options}
+    compile_engine(BuildRequest(target="pair", checkpoint=target, drafter=drafter, output=engine, **made))
     loaded = open_engine(engine, threads=1)
     assert isinstance(loaded, TorchEngine)
     return loaded

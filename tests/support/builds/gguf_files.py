@@ -204,16 +204,14 @@ def make_gguf(
 ) -> Path:
     """Write a checkpoint as a GGUF file with matrices of the type `kind`; norms and biases are always F32.
 
-    `metadata` overrides entries, None removes one; so do `tensors`. `raw` are stored
-    bytes [rows, bytes] and their type. `split` is the most tensors in one of several
-    files; the first of these is returned.
+    `metadata` overrides entries, None removes one; so do `tensors`. `raw` are stored bytes [rows, bytes] and types.
+    `split` is the most tensors in one of several files, of which the first is returned.
     """
     config = json.loads((directory / "config.json").read_text())
     entries = {**metadata_of(directory), **(metadata or {})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(
-        path, str(entries.pop("general.architecture", architecture(config))), split_max_tensors=split
-    )
+    family = str(entries.pop("general.architecture", architecture(config)))
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=split)
     for key, value in entries.items():
         if value is not None:
             _add(writer, key, value)

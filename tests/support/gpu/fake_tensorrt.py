@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 from onnx import TensorProto
@@ -58,7 +58,6 @@ class FakeTensorRt:
         self.calls: list[Any] = []
         self.creators: list[Stand] = []  # in the registry
         self.substitutes = 0  # attention nodes that become something else
-        self.timing_cache: Literal["taken", "of another GPU", "damaged"] = "taken"
         self.module: Any = ModuleType("tensorrt")
         stand_in = {
             "__getattr__": lambda name: getattr(self.real, name),
@@ -115,14 +114,10 @@ class FakeTensorRt:
             profiles.append(profile)
             return len(profiles) - 1
 
-        cache = self._stand("ITimingCache", {"serialize": lambda: b"learnt timings"})
         config = self._stand(
             "IBuilderConfig",
             {
                 "add_optimization_profile": add,
-                "create_timing_cache": lambda data: None if self.timing_cache == "damaged" else cache,
-                "set_timing_cache": lambda cache, ignore_mismatch: self.timing_cache == "taken",
-                "get_timing_cache": lambda: cache,
                 "set_flag": lambda flag: None,
                 "clear_flag": lambda flag: None,
             },

@@ -15,7 +15,7 @@ from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.base import Inputs
-from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, attention_check, networks, profile
+from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, check_attention, networks, profile
 from ddtree_trt.build.checkpoint.reader import Checkpoint
 from ddtree_trt.build.graph.weights import WeightFile
 
@@ -65,7 +65,7 @@ class Lowered:
         def finish(trt: Any, network: Any) -> None:
             parsed.append(network)
             if self.form.attention == "native":
-                attention_check("native", self.name, self.model)(trt, network)
+                check_attention(trt, network, name=self.name, attention="native", graph=self.model)
 
         shapes = profile(self.model.graph.input, self._network.sizes)
         real_builder().build(self.name, self.path, self.path.with_suffix(".plan"), shapes, finish)

@@ -13,7 +13,7 @@ from ddtree_trt.artifact.backends import ONNXRUNTIME
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
+from ddtree_trt.build.backends.base import BackendBuild, Inputs, Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
@@ -29,10 +29,6 @@ _VALUES = "self_attn.v_proj.weight"  # ends the name of the projection of a laye
 
 class OnnxRuntimeBuild(BackendBuild):
     backend = ONNXRUNTIME
-    precisions = ONNXRUNTIME.builds
-
-    def __init__(self, options: BuilderOptions) -> None:
-        """It takes no option."""
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         for dims in networks if PRECISIONS[precision].quantized else ():
@@ -42,8 +38,7 @@ class OnnxRuntimeBuild(BackendBuild):
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         target, drafter, precision = inputs.target, inputs.drafter, inputs.precision
-        from ddtree_trt.build.graph.lowering_int8 import Int8Graph
-        from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
+        from ddtree_trt.build.graph.lowering_onnxruntime import Int8Graph, OnnxRuntimeGraph
         from ddtree_trt.build.graph.networks import build_target_graph
         from ddtree_trt.build.graph.weights import WeightFile
 
@@ -52,12 +47,9 @@ class OnnxRuntimeBuild(BackendBuild):
         graphs = Int8Graph if PRECISIONS[precision].quantized else OnnxRuntimeGraph
         names = {}
         with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
-            tied = target.tie_word_embeddings
-            g = graphs("target", sink)
-            graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=inputs.limits, tied=tied)
+            graph = build_target_graph(graphs("target", sink), target, inputs.limits, taps)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
-            g = graphs("drafter", sink)
-            graph = drafter.kind.load("graph")(g, drafter, target, inputs.limits)
+            graph = drafter.kind.load("graph")(graphs("drafter", sink), drafter, target, inputs.limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         versions = installed_versions("numpy", "onnx", ONNXRUNTIME.name)
         return Written(names, {"python": platform.python_version(), **versions})

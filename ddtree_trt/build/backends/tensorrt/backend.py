@@ -16,7 +16,7 @@ from ddtree_trt.artifact.manifest import AttentionName, Manifest
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written
+from ddtree_trt.build.backends.base import Attention, BackendBuild, BuilderOptions, Inputs, Written, lacking
 from ddtree_trt.device.gpus import KINDS, UNSERVED, find_gpus
 from ddtree_trt.device.libraries import (
     CudaVersions,
@@ -41,36 +41,19 @@ LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 class PlansBuild(BackendBuild):
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
-        for kind in map(kind_of, networks):
-            if not kind.has(self.backend.half):
-                others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if kind.has(b.half))
-                raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
-        if not self.backend.experts and any(dims.experts for dims in networks):
-            raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
-
-    def write_plans(
-        self, directory: Path, inputs: Inputs, progress: Progress, trt: Any, attention: AttentionName, **options: Any
-    ) -> dict[str, dict[str, list[str]]]:
-        """Write the plans and tables with the builder of the module `trt`, which takes the options of
-        `EngineBuilder`."""
-        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
-
-        builder = EngineBuilder(trt, f"{self.backend.title} {trt.__version__}", progress, **options)
-        return write_engine(directory, inputs, attention, builder, progress)
+        if what := lacking(self.backend, networks):
+            others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if not lacking(b, networks))
+            raise UsageError(f"{what} are not implemented for {TENSORRT.title}; use --backend {others}")
 
 
 class TensorRtBuild(PlansBuild):
     """For NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
 
     backend = TENSORRT
-    precisions = TENSORRT.builds
-
-    def __init__(self, options: BuilderOptions) -> None:
-        self._wanted = options.attention
 
     @cached_property
     def machine(self) -> Machine:
-        return examine(self._wanted)
+        return examine(self.options.attention)
 
     def check_machine(self) -> None:
         _ = self.machine
@@ -78,23 +61,22 @@ class TensorRtBuild(PlansBuild):
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
         super().check(networks, precision)
-        if self._wanted == "plugin" and (why := _beyond_plugin(networks)):
+        if self.options.attention == "plugin" and (why := _beyond_plugin(networks)):
             raise UsageError(f"{why}; use --attention native")
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
-        if self._wanted != "auto":
-            return self._wanted
+        if self.options.attention != "auto":
+            return self.options.attention
         return "native" if _why_native(networks) else "plugin"
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
+        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
+
         (trt, gpu, cuda), attention = self.machine, self.attention(inputs.networks)
         check_values(inputs.target, gpu.name, gpu.sm)
         plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
-        # Outside of the directory that is built: later builds use it too.
-        cache = directory.parent / f"tensorrt-{trt.__version__}-sm{gpu.sm}.timing"
-        tensors = self.write_plans(
-            directory, inputs, progress, trt, attention, plugin_library=plugin_library, timing_cache=cache
-        )
+        builder = EngineBuilder(trt, f"{TENSORRT.title} {trt.__version__}", progress, plugin_library=plugin_library)
+        tensors = write_engine(directory, inputs, attention, builder, progress)
         toolchain = {
             TENSORRT.name: str(trt.__version__),
             "cuda": cuda.runtime,
@@ -106,7 +88,7 @@ class TensorRtBuild(PlansBuild):
         }
         plugin = {**plugins.IDENTITY, "sha256": sha256_file(plugin_library)} if plugin_library else None
         notes: tuple[str, ...] = ()
-        if self._wanted == "auto":
+        if self.options.attention == "auto":
             why = _why_native(inputs.networks)
             native = f"native, TensorRT's own layers; our plugin is left out: {why}"
             notes = (f"attention: {native if why else f'our plugin, {library.PLUGINS}'}",)
@@ -116,27 +98,19 @@ class TensorRtBuild(PlansBuild):
 class RtxBuild(PlansBuild):
     """For GeForce, RTX PRO and DGX Spark.
 
-    The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
-    that can run it: a plan for all of them is hardly larger than one for a single kind.
+    The engine is for the GPUs that the user names, else for every kind that can run it: a plan for all of them is
+    hardly larger than one for a single kind.
     """
 
     backend = TENSORRT_RTX
-    precisions = TENSORRT_RTX.builds  # every kind of GPU that is served has both
 
     def __init__(self, options: BuilderOptions) -> None:
-        """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
+        """Raises UsageError for GPUs that TensorRT for RTX does not serve."""
+        super().__init__(options)
         for name in options.gpus:
             if name not in KINDS:
                 known = f"must be one of {', '.join(KINDS)}, not {shown(name)}"
                 raise UsageError(f"--gpu {name} {UNSERVED[name]}" if name in UNSERVED else f"--gpu {known}")
-        here = {} if options.gpus else _kinds_here()
-        self._kinds = tuple(dict.fromkeys(name for name in options.gpus or here if name in KINDS))
-        if here and not self._kinds:
-            name, title = next(iter(here.items()))
-            raise BuildError(
-                f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name "
-                f"the GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
-            )
 
     @cached_property
     def module(self) -> Any:
@@ -152,8 +126,11 @@ class RtxBuild(PlansBuild):
         return "native"
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
-        kinds = self.kinds_for(inputs.target)
-        tensors = self.write_plans(directory, inputs, progress, self.module, "native", gpus=kinds)
+        from ddtree_trt.build.backends.tensorrt.plans import EngineBuilder, write_engine
+
+        kinds, title = self.kinds_for(inputs.target), f"{TENSORRT_RTX.title} {self.module.__version__}"
+        builder = EngineBuilder(self.module, title, progress, gpus=kinds)
+        tensors = write_engine(directory, inputs, "native", builder, progress)
         toolchain = {
             TENSORRT_RTX.name: self.module.__version__,
             "gpus": " ".join(kinds),
@@ -164,13 +141,11 @@ class RtxBuild(PlansBuild):
 
     def kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
         """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
-        for kind in self._kinds:
+        kinds = tuple(dict.fromkeys(self.options.gpus))
+        for kind in kinds:
             check_values(target, kind, KINDS[kind])
         lowest = sm_for_values(target.quantization)
-        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
-
-
-# TensorRT on this machine
+        return kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
 
 
 class Machine(NamedTuple):
@@ -192,14 +167,10 @@ def examine(attention: Attention) -> Machine:
     except EngineError as error:
         raise BuildError(f"{error}; is the NVIDIA driver installed and new enough?") from error
     if gpu is None:
-        raise BuildError(
-            "TensorRT compiles on the GPU it is for, and CUDA sees none; build on the machine with the GPU"
-        )
+        raise BuildError("TensorRT compiles on the GPU it is for, and CUDA sees none: build where the GPU is")
     if gpu.sm < LOWEST_SM:
-        raise BuildError(
-            f"{gpu.name} has compute capability {gpu.sm / 10}, engines need {LOWEST_SM / 10} or newer; "
-            "use --backend onnxruntime"
-        )
+        problem = f"{gpu.name} has compute capability {gpu.sm / 10}, engines need {LOWEST_SM / 10} or newer"
+        raise BuildError(f"{problem}; use --backend onnxruntime")
     if attention == "plugin":
         library.find(library.PLUGINS)
     return Machine(trt, gpu, versions)
@@ -208,10 +179,8 @@ def examine(attention: Attention) -> Machine:
 def check_release(backend: Backend, version: str) -> None:
     """Raises MissingDependency where an installed version is outside of the range whose API is the one used here."""
     if not backend.serves_release(version):
-        raise MissingDependency(
-            f"{backend.title} {version} is installed, the build needs {backend.releases_text}; "
-            f"{install_with(backend.extra)}"
-        )
+        problem = f"{backend.title} {version} is installed, the build needs {backend.releases_text}"
+        raise MissingDependency(f"{problem}; {install_with(backend.extra)}")
 
 
 def _beyond_plugin(networks: Iterable[TransformerDims]) -> str:
@@ -235,9 +204,6 @@ def _why_native(networks: Iterable[TransformerDims]) -> str:
     return _beyond_plugin(networks)
 
 
-# What GPUs compute
-
-
 def sm_for_values(quantization: Quantization | None) -> int:
     """The least compute capability, times 10, of GPUs that multiply a target's values as they are stored; 0 where all
     do."""
@@ -247,18 +213,11 @@ def sm_for_values(quantization: Quantization | None) -> int:
 def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
     """Raises UsageError for a target quantised to values that this GPU does not multiply."""
     if sm < (lowest := sm_for_values(target.quantization)):
-        raise UsageError(
-            f"{target.name} is quantised to FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has "
-            f"{sm / 10}; use the checkpoint before quantisation"
-        )
+        needed = f"FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has {sm / 10}"
+        raise UsageError(f"{target.name} is quantised to {needed}; use the checkpoint before quantisation")
 
 
 def runs_here(manifest: Manifest) -> bool:
     """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
-    portable = BACKENDS[manifest.backend].portable
-    return not portable or any(kind in _kinds_here() for kind in manifest.toolchain["gpus"].split())
-
-
-def _kinds_here() -> dict[str, str]:
-    """Kind → title of those GPUs of this machine whose kind is known."""
-    return {f"sm{gpu.sm}": gpu.name for gpu in find_gpus() if gpu.sm is not None}
+    here = {f"sm{gpu.sm}" for gpu in find_gpus()}
+    return not BACKENDS[manifest.backend].portable or not here.isdisjoint(manifest.toolchain["gpus"].split())

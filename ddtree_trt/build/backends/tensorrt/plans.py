@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.files import write_atomically
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
@@ -99,6 +98,7 @@ def mend_attentions(trt: Any, network: Any, name: str, attentions: Sequence[str]
 
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]  # input → shapes: least, tuned, most
+Finish = Callable[[Any, Any], None]  # gets the product's module and a parsed network
 _SHOWN_ERRORS = 5  # of the parser's, in one error of ours
 
 
@@ -106,24 +106,14 @@ class EngineBuilder:
     """The builder of one product for the networks of one engine directory."""
 
     def __init__(
-        self,
-        trt: Any,
-        title: str,
-        progress: Progress,
-        *,
-        plugin_library: Path | None = None,
-        timing_cache: Path | None = None,
-        gpus: Sequence[str] = (),
+        self, trt: Any, title: str, progress: Progress, *, plugin_library: Path | None = None, gpus: Sequence[str] = ()
     ) -> None:
-        """`trt` is the product's module and `title` its name and version. `timing_cache` is a file that later builds
-        use too; `gpus` are the kinds to compile for, none of them meaning the GPU of this machine.
-
-        Raises BuildError when the product does not start or does not take the plugin library.
-        """
+        """`trt` is the product's module and `title` its name and version; `gpus` are the kinds to compile for, none of
+        them meaning the GPU of this machine. Raises BuildError when the product does not start or does not take the
+        plugin library."""
         self._trt = trt
         self._title = title
         self._progress = progress
-        self._timing_cache = timing_cache
         self._gpus = gpus
         self._log = make_log(trt)
         try:
@@ -134,21 +124,11 @@ class EngineBuilder:
             load_plugins(trt, self._log, plugin_library, BuildError)
 
     def build(
-        self,
-        name: str,
-        graph: Path,
-        plan: Path,
-        shapes: Profile,
-        finish: Callable[[Any, Any], None] = lambda trt, network: None,
-        *,
-        tf32: bool = True,
+        self, name: str, graph: Path, plan: Path, shapes: Profile, finish: Finish, *, tf32: bool = True
     ) -> dict[str, list[str]]:
-        """Compile `graph` into `plan` and return the names of its inputs and outputs, in order.
-
-        `finish` is called with the product's module and the parsed network, which it checks or changes. `tf32`: whether
-        products of float32 may round what they multiply to TF32. Raises BuildError with the product's reasons, and what
-        `finish` raises.
-        """
+        """Compile `graph` into `plan` and return the names of its inputs and outputs, in order. `finish` is called with
+        the product's module and the parsed network, which it checks or changes. `tf32`: whether products of float32 may
+        round what they multiply to TF32. Raises BuildError with the product's reasons, and what `finish` raises."""
         self._log.clear()
         network = self._parse(name, graph)
         finish(self._trt, network)
@@ -166,8 +146,6 @@ class EngineBuilder:
         monitor.raise_stopping_error()
         if serialized is None:
             raise BuildError(f"{self._title} cannot build the {name}: {self._log.words()}")
-        if self._timing_cache is not None:
-            write_atomically(self._timing_cache, bytes(config.get_timing_cache().serialize()))
         with plan.open("xb") as file:
             file.write(serialized)
         return {"inputs": [t.name for t in inputs], "outputs": [t.name for t in outputs]}
@@ -201,10 +179,6 @@ class EngineBuilder:
                 profile.set_shape(tensor, smallest, tuned, largest)
             if config.add_optimization_profile(profile) != 0:
                 raise BuildError(f"{self._title} refuses the shapes of the {name}: {self._log.words()}")
-        if (path := self._timing_cache) is not None:
-            cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-            if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-                raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
         config.progress_monitor = monitor
         return config
 
@@ -271,7 +245,7 @@ def write_engine(
                 graph = network.make(sink)
             path.write_bytes(graph.SerializeToString())
             shapes = profile(graph.graph.input, network.sizes)
-            finish = attention_check(attention, network.name, graph)
+            finish = partial(check_attention, name=network.name, attention=attention, graph=graph)
             tensors[network.name] = builder.build(
                 network.name, path, directory / network.plan, shapes, finish, tf32=network.tf32
             )
@@ -282,11 +256,10 @@ def write_engine(
 def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     target, drafter, limits, floats = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision].dtype
     lowering = NativeGraph if attention == "native" else PluginGraph
-    taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
     def target_graph(sink: Sink) -> ModelProto:
-        g, given = lowering("target", sink, floats), (target.dims, target.tensor)
-        return build_target_graph(g, *given, tap_layers=taps, limits=limits, tied=tied, quantized=target)
+        g = lowering("target", sink, floats)
+        return build_target_graph(g, target, limits, drafter.kind.tap_layers, quantized=True)
 
     def drafter_graph(sink: Sink) -> ModelProto:
         own = block_drafter_precision(inputs.precision) if drafter.kind.block_size else inputs.precision
@@ -307,23 +280,19 @@ def networks(inputs: Inputs, attention: AttentionName) -> list[Network]:
     ]
 
 
-def attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:
-    """What is to be done with a network that was parsed from the graph, where this computes its attention."""
+def check_attention(trt: Any, network: Any, *, name: str, attention: AttentionName, graph: ModelProto) -> None:
+    """Finish a network that was parsed from the graph, where this computes its attention. Raises BuildError unless
+    there are as many plugin layers as nodes of them: TensorRT may silently replace a node whose plugin it does not find
+    by another operator of the same name."""
     if attention == "native":
-        nodes = [node.name for node in graph.graph.node if node.op_type == ATTENTION]
-        return partial(mend_attentions, name=name, attentions=nodes) if nodes else lambda trt, network: None
+        if nodes := [node.name for node in graph.graph.node if node.op_type == ATTENTION]:
+            mend_attentions(trt, network, name, nodes)
+        return
     wanted = [node.op_type for node in graph.graph.node if node.domain == plugins.NAMESPACE]
-    return partial(_check_plugins, name=name, nodes=wanted)
-
-
-def _check_plugins(trt: Any, network: Any, *, name: str, nodes: Sequence[str]) -> None:
-    """Raises BuildError unless there are as many plugin layers as `nodes`, which are of one kind: TensorRT may silently
-    replace a node whose plugin it does not find by another operator of the same name."""
-    kinds = [network.get_layer(i).type for i in range(network.num_layers)]
-    found = kinds.count(trt.LayerType.PLUGIN_V3)
-    if found != len(nodes):
+    found = [network.get_layer(i).type for i in range(network.num_layers)].count(trt.LayerType.PLUGIN_V3)
+    if found != len(wanted):
         raise BuildError(
-            f"the {name} has {len(nodes)} {nodes[0]} nodes, TensorRT made {found} plugin layers of them; "
+            f"the {name} has {len(wanted)} {wanted[0]} nodes, TensorRT made {found} plugin layers of them; "
             "is another library's operator of that name loaded?"
         )
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import TORCH
-from ddtree_trt.artifact.precisions import PRECISIONS, block_drafter_precision
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions, Inputs, Written
+from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, stored_weights
+from ddtree_trt.build.backends.base import BackendBuild, Inputs, Written
 
 _OWN = {"int32": "I32", "float32": "F32"}  # types that are not the precision's, in a safetensors header
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
@@ -25,26 +25,25 @@ class TorchBuild(BackendBuild):
 
     backend = TORCH
 
-    def __init__(self, options: BuilderOptions | None = None, *, on_gpu: bool | None = None) -> None:
-        """`on_gpu`: whether the engine is for a machine with a GPU; None takes this machine."""
-        on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
-        known = TORCH.builds
-        self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
+    @property
+    def precisions(self) -> tuple[PrecisionName, ...]:
+        on_gpu = _GPU_CONTROL.exists()
+        return tuple(sorted(TORCH.builds, key=lambda p: on_gpu and not PRECISIONS[p].half))
 
     def write(self, directory: Path, inputs: Inputs, progress: Progress) -> Written:
         target, drafter, precision = inputs.target, inputs.drafter, inputs.precision
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
-        checkpoints = {"target": target, "drafter": drafter}
         own = block_drafter_precision(precision) if drafter.kind.block_size else precision
-        stored = {"target": PRECISIONS[precision], "drafter": PRECISIONS[own]}
-        types = {w.name: _OWN.get(w.dtype, stored[w.network].safetensors) for w in weights}
+        networks = {TARGET: (target, PRECISIONS[precision]), DRAFTER: (drafter, PRECISIONS[own])}
+        of = {w.name: networks[TARGET if w.name.startswith(TARGET) else DRAFTER] for w in weights}
+        types = {w.name: _OWN.get(w.dtype, of[w.name][1].safetensors) for w in weights}
         total, done = PRECISIONS[precision].value_bytes * sum(math.prod(w.shape) for w in weights), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
             file.write(safetensors_header({w.name: (types[w.name], w.shape) for w in weights}))
             for weight, source in ((w, source) for w in weights for source in w.sources):
-                values = checkpoints[weight.network].tensor(source)
-                dtype = weight.dtype or stored[weight.network].dtype
+                checkpoint, stored = of[weight.name]
+                values, dtype = checkpoint.tensor(source), weight.dtype or stored.dtype
                 data = values.astype("<i4") if dtype == "int32" else encode(values, dtype, source)
                 file.write(data.data)
                 done += data.nbytes

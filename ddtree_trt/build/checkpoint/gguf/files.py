@@ -4,6 +4,7 @@ Headers are read, and values converted, by the `gguf` package; nothing else of o
 """
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,19 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.tensorfile import check_finite, mapping
-from ddtree_trt.build.sources import PART
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Between, Fields, Source, shown
 
 ARCHITECTURE = "general.architecture"
+_ADVICE, _DAMAGED = "use a file that llama.cpp's converter wrote", "the file is damaged or cut short, fetch it again"
+PART = re.compile(r"(.+)-\d{5}-of-\d{5}")  # the stem of the name of a split file's part
 _PARTS = Between(0, 99_999)  # as many as their names have digits for
 _ROWS_BYTES = 4 << 20  # of stored rows that are converted at a time, which takes some ten times as much
 
 
 @dataclass(frozen=True)
-class GgufFiles:
-    paths: tuple[Path, ...]  # in order
+class GgufFile:
+    paths: tuple[Path, ...]  # its parts, in order
     metadata: Fields  # by GGUF's keys
     tensors: Mapping[str, StoredTensor]  # by GGUF's names, with its types; last axis fastest
 
@@ -62,39 +64,29 @@ class GgufFiles:
         return values.reshape(tensor.shape)
 
 
-def open_gguf(path: Path) -> GgufFiles:
-    """Read the headers of a GGUF file, and of the other parts where it is the first of a split one.
-
-    Raises CheckpointError for a file that is damaged, missing, or another part than the first, and MissingDependency.
-    """
+def open_gguf(path: Path) -> GgufFile:
+    """Read the headers of a GGUF file, and of the other parts where it is the first of a split one. Raises
+    CheckpointError for a file that is damaged, missing, or another part than the first, and MissingDependency."""
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: there is no such file")
     entries, tensors = _read_header(path)
-    metadata = Fields(entries, Source(str(path), CheckpointError, "use a file that llama.cpp's converter wrote"))
+    metadata = Fields(entries, Source(str(path), CheckpointError, _ADVICE))
+    paths: tuple[Path, ...] = (path,)
     count = metadata.integer("split.count", _PARTS, 1)
-    paths = _parts(path, count) if count > 1 else (path,)
+    if count > 1:
+        name = PART.fullmatch(path.stem)
+        stem = name[1] if name else "NAME"
+        paths = tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
+        missing = [part.name for part in paths if not part.is_file()]
+        if path != paths[0] or missing:
+            needed = f"give the first, {paths[0].name}" if path != paths[0] else f"fetch {missing[0]} too"
+            raise CheckpointError(f"{path} is one of {count} parts, which must lie beside each other; {needed}")
     for part in paths[1:]:
         _, more = _read_header(part)
         if twins := tensors.keys() & more.keys():
-            raise _source(part).fault(f"{shown(min(twins))} is in an earlier part too")
+            raise Source(str(part), CheckpointError, _DAMAGED).fault(f"{shown(min(twins))} is in an earlier part too")
         tensors = tensors | more
-    return GgufFiles(paths, metadata, tensors)
-
-
-def _parts(path: Path, count: int) -> tuple[Path, ...]:
-    """The files of a split checkpoint, whose first one is `path`."""
-    name = PART.fullmatch(path.name)
-    stem = name["stem"] if name else "NAME"
-    parts = tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
-    missing = [part.name for part in parts if not part.is_file()]
-    if path != parts[0] or missing:
-        needed = f"give the first, {parts[0].name}" if path != parts[0] else f"fetch {missing[0]} too"
-        raise CheckpointError(f"{path} is one of {count} parts, which must lie beside each other; {needed}")
-    return parts
-
-
-def _source(file: Path) -> Source:
-    return Source(str(file), CheckpointError, "the file is damaged or cut short, fetch it again")
+    return GgufFile(paths, metadata, tensors)
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -108,7 +100,8 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 @functools.lru_cache(maxsize=16)  # a build asks for configuration, tensors and tokenizer, and a large one takes seconds
 def _parse_header(file: Path, size: int, mtime_ns: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    gguf, source = _package(), _source(file)
+    gguf = _package()
+    source = Source(str(file), CheckpointError, _DAMAGED)
     with file.open("rb") as stream:
         start = stream.read(8)
     if start == b"version ":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
 from ddtree_trt.build.checkpoint.dialect import Known, refuse_unknown
-from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFiles
+from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFile
 from ddtree_trt.build.checkpoint.hybrids import from_gguf
 from ddtree_trt.models.decoder import HEAD_DIM, HEADS, LAYERS, WIDTH, Shape, Shapes, TransformerDims
 from ddtree_trt.models.families import FAMILIES, INTERVAL, ROTARY_SHARE, SHARED_EXPERT, Family, titles
@@ -109,9 +109,9 @@ class _Entries(Fields):
         return super().place(self.keys.get(name, name))
 
 
-def read_gguf_config(files: GgufFiles) -> ModelConfig:
+def read_gguf_config(file: GgufFile) -> ModelConfig:
     """The configuration that the metadata states. Raises CheckpointError for what is missing or not implemented."""
-    metadata, family, own = files.metadata, _family(files), f"{files.architecture}."
+    metadata, family, own = file.metadata, _family(file), f"{file.architecture}."
     _refuse_others(metadata, own, family)
     keys = {**_KEYS, **(_EXPERT_KEYS if family.experts else {}), **(_DELTA_KEYS if family.delta else {})}
     read = {*family.names.values(), *family.defaults}
@@ -123,7 +123,7 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     entries |= {name: metadata.data[key] for name, key in keys.items() if metadata.has(key)}
     if missing := [key for name, key in keys.items() if name not in entries]:
         raise metadata.source.fault(f"it has no {missing[0]}")
-    entries["vocab_size"] = _vocabulary(files, own)
+    entries["vocab_size"] = _vocabulary(file, own)
     for key in (_VALUE_SIZE,) if family.delta else (_VALUE_SIZE, _ROTATED):
         if (found := metadata.data.get(own + key, size)) != size:
             raise metadata.fault(own + key, f"is {shown(found)}, which is not implemented; only {size} is")
@@ -135,7 +135,7 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
         entries["rope_scaling"] = stated
     places = {**keys, "rope_scaling": own + _SCALING}
     dims = transformer_dims(_Entries(entries, metadata.source, keys=places), family)
-    if scaling := _scaling_of_divisors(files, dims):
+    if scaling := _scaling_of_divisors(file, dims):
         if stated:
             raise metadata.source.fault(f"both {own}{_SCALING}.* and {DIVISORS} scale positions: which is it?")
         dims = replace(dims, rope_scaling=scaling)
@@ -143,17 +143,16 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
         dims = replace(dims, experts=replace(dims.experts, stacked=True))
     token = Between(0, dims.vocab_size - 1)
     stops = [metadata.integer(key, token) for key in _STOP_TOKENS if metadata.has(key)]
-    return ModelConfig(dims=dims, tied=_HEAD not in files.tensors, stop_token_ids=tuple(dict.fromkeys(stops)))
+    return ModelConfig(dims=dims, tied=_HEAD not in file.tensors, stop_token_ids=tuple(dict.fromkeys(stops)))
 
 
-def _family(files: GgufFiles) -> Family:
-    architecture = files.architecture
+def _family(file: GgufFile) -> Family:
+    architecture = file.architecture
     read = {family.in_gguf or name: family for name, family in FAMILIES.items()}
     if architecture not in read:
         types, kinds = ", ".join(map(repr, read)), titles("and", read.values())
-        raise files.metadata.fault(
-            ARCHITECTURE, f"is {shown(architecture)}, only {kinds} models ({types}) are supported in GGUF files"
-        )
+        offered = f"only {kinds} models ({types}) are supported in GGUF files"
+        raise file.metadata.fault(ARCHITECTURE, f"is {shown(architecture)}, {offered}")
     return read[architecture]
 
 
@@ -166,12 +165,12 @@ def _refuse_others(metadata: Fields, own: str, family: Family) -> None:
     refuse_unknown(Fields(stated, metadata.source), {own + key: values for key, values in known.items()})
 
 
-def _vocabulary(files: GgufFiles, own: str) -> int:
-    if _EMBEDDING not in files.tensors:
-        raise files.metadata.source.fault(f"it lacks {_EMBEDDING}: is it a whole model?")
-    rows = files.tensors[_EMBEDDING].shape[0]
-    if (stated := files.metadata.data.get(f"{own}vocab_size", rows)) != rows:
-        raise files.metadata.fault(f"{own}vocab_size", f"is {shown(stated)}, but {_EMBEDDING} has {rows} rows")
+def _vocabulary(file: GgufFile, own: str) -> int:
+    if _EMBEDDING not in file.tensors:
+        raise file.metadata.source.fault(f"it lacks {_EMBEDDING}: is it a whole model?")
+    rows = file.tensors[_EMBEDDING].shape[0]
+    if (stated := file.metadata.data.get(f"{own}vocab_size", rows)) != rows:
+        raise file.metadata.fault(f"{own}vocab_size", f"is {shown(stated)}, but {_EMBEDDING} has {rows} rows")
     return rows
 
 
@@ -201,10 +200,10 @@ def _stated_scaling(metadata: Fields, prefix: str) -> dict[str, Any]:
     return {"rope_type": kind, **{name: metadata.data[key] for name, key in keys.items() if metadata.has(key)}}
 
 
-def _scaling_of_divisors(files: GgufFiles, dims: TransformerDims) -> RopeScaling | None:
+def _scaling_of_divisors(file: GgufFile, dims: TransformerDims) -> RopeScaling | None:
     """Llama 3.1's scaling where the tensor holds what it computes, in float32; None where it is not there, or all ones.
     Raises CheckpointError for other divisors."""
-    if DIVISORS not in files.tensors or ((divisors := files.read(DIVISORS)) == 1).all():
+    if DIVISORS not in file.tensors or ((divisors := file.read(DIVISORS)) == 1).all():
         return None
     largest = float(divisors.max())
     if divisors.shape == (dims.head_dim // 2,) and largest > 1:
@@ -212,54 +211,52 @@ def _scaling_of_divisors(files: GgufFiles, dims: TransformerDims) -> RopeScaling
         plain, scaled = (inverse_frequencies(dims.head_dim, dims.rope_theta, s) for s in (None, scaling))
         if np.allclose(divisors, plain / scaled, rtol=1e-4, atol=0):
             return scaling
-    raise files.metadata.source.fault(
-        f"{DIVISORS} scales positions in another way than Llama 3.1 does ({_LLAMA3_POSITIONS} positions, 1 to 4 "
-        "rotations), which is not implemented"
-    )
+    problem = f"{DIVISORS} scales positions in another way than Llama 3.1 does"
+    raise file.metadata.source.fault(f"{problem}, which is not implemented")
 
 
-def stored_tensors(files: GgufFiles, shapes: Shapes, dims: TransformerDims) -> dict[str, Shapes]:
+def stored_tensors(file: GgufFile, shapes: Shapes, dims: TransformerDims) -> dict[str, Shapes]:
     """By Hugging Face name: GGUF's names of the tensors that one is made of, one below the other, and their shapes
     there."""
-    pieces = {name: _pieces(files, name, shape, dims) for name, shape in shapes.items()}
-    names = files.names([asked for some in pieces.values() for asked in some], dims.num_layers)
+    pieces = {name: _pieces(file, name, shape, dims) for name, shape in shapes.items()}
+    names = file.names([asked for some in pieces.values() for asked in some], dims.num_layers)
     return {
         name: {names[asked]: tuple(size for size in shape if size > 1) or (1,) for asked, shape in some.items()}
         for name, some in pieces.items()
     }
 
 
-def _pieces(files: GgufFiles, name: str, shape: Shape, dims: TransformerDims) -> Shapes:
+def _pieces(file: GgufFile, name: str, shape: Shape, dims: TransformerDims) -> Shapes:
     """The same by the names that GGUF's are found by. The converter leaves out axes of 1."""
     if dims.delta and name.endswith("in_proj_qkvz.weight"):
         rows = {"qkv": dims.delta.channels, "z": shape[0] - dims.delta.channels}
         return {name.replace("qkvz", part): (count, *shape[1:]) for part, count in rows.items()}
     if len(shape) == 3 and name.endswith("experts.gate_up_proj"):
-        if any(stored.endswith("ffn_gate_up_exps.weight") for stored in files.tensors):
+        if any(stored.endswith("ffn_gate_up_exps.weight") for stored in file.tensors):
             return {f"{name}.weight": shape}
         half = (shape[0], shape[1] // 2, shape[2])
         return {f"{name.replace('gate_up', part)}.weight": half for part in ("gate", "up")}
     return {name if name.endswith((".weight", ".bias", "A_log", "dt_bias")) else f"{name}.weight": shape}
 
 
-def unused_tensors(files: GgufFiles, dims: TransformerDims) -> set[str]:
+def unused_tensors(file: GgufFile, dims: TransformerDims) -> set[str]:
     """Those of a hybrid's layers behind the last, which predict several tokens."""
     if dims.delta is None:
         return set()
-    return {name for name in files.tensors if (at := _LAYER.match(name)) and int(at[1]) >= dims.num_layers}
+    return {name for name in file.tensors if (at := _LAYER.match(name)) and int(at[1]) >= dims.num_layers}
 
 
-def read_tensor(files: GgufFiles, stored: Shapes, shape: Shape, dims: TransformerDims) -> NDArray[np.float32]:
+def read_tensor(file: GgufFile, stored: Shapes, shape: Shape, dims: TransformerDims) -> NDArray[np.float32]:
     """A float32 copy of a tensor by what `stored_tensors` says of it, its rows in Hugging Face's order, a hybrid's in
     our form."""
-    pieces = [_read(files, name, dims) for name in stored]
+    pieces = [_read(file, name, dims) for name in stored]
     values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-2)
     return values if len(shape) > 2 else values.reshape(shape)
 
 
-def _read(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
-    values, part = files.read(name), name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    if files.architecture not in _PAIRED:
+def _read(file: GgufFile, name: str, dims: TransformerDims) -> NDArray[np.float32]:
+    values, part = file.read(name), name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if file.architecture not in _PAIRED:
         return from_gguf(part, values, dims)
     heads = {"attn_q": dims.num_heads, "attn_k": dims.num_kv_heads}.get(part)
     if heads is None:

@@ -85,19 +85,14 @@ def tokenizer_files(metadata: Fields) -> dict[str, Any]:
             raise metadata.fault(key, f"is true, but no {part}_token_id is there")
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
     try:
-        tokenizer = _tokenizer(dict(used), merges, added, split, around["bos"], around["eos"])
+        tokenizer = _tokenizer(dict(used), merges, added, split, [around["bos"], around["eos"]])
     except Exception as error:  # tokenizers raises nothing more special
         raise metadata.fault(_MERGES, f"cannot be used ({error})") from error
     return {"tokenizer.json": json.loads(tokenizer), "tokenizer_config.json": settings}
 
 
 def _tokenizer(
-    vocabulary: dict[str, int],
-    merges: list[Any],
-    added: list[tuple[str, int]],
-    split: _Splitting,
-    before: list[str],
-    after: list[str],
+    vocabulary: dict[str, int], merges: list[Any], added: list[tuple[str, int]], split: _Splitting, around: list[Any]
 ) -> str:
     """tokenizer.json of a byte-level BPE."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -112,6 +107,7 @@ def _tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *pieces, letters])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    before, after = around
     if before or after:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],

@@ -53,7 +53,7 @@ class TrtNetwork:
         # Inputs and outputs that are the cache: the whole of it, or one pair for each plane.
         self._whole = names.PAST_CACHE in existing
         layers = len(dims.attention_layers)
-        pasts, presents = names.past_names(layers), names.present_names(layers)
+        pasts, presents = (names.plane_names(part, layers) for part in ("past", "present"))
         pairs = list(zip(pasts, presents, strict=True))
         self._planes = [(names.PAST_CACHE, names.PRESENT_CACHE)] if self._whole else pairs
         self._states = {tensor: place for tensor, place in states.items() if tensor in existing}

@@ -76,7 +76,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
                 cut, stored = cut_of(weight, manifest.target_dims, shard), file.get_slice(weight.name)
                 tensor = file.get_tensor(weight.name) if cut is None else cut.read(stored, torch.cat)
                 shape = tuple(stored.get_shape())
-                wanted = drafter_dtype if weight.network == "drafter" else dtype
+                wanted = drafter_dtype if weight.name.startswith(DRAFTER) else dtype
                 wanted = getattr(torch, weight.dtype) if weight.dtype else wanted
                 if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.weight_layout import StoredWeight
+from ddtree_trt.artifact.weight_layout import TARGET
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.decoder import Part, TransformerDims
 from ddtree_trt.runtime.options import MAX_RANKS, SPLIT
 
 
@@ -172,10 +172,10 @@ def local_manifest(manifest: Manifest, shard: Shard) -> Manifest:
     return replace(manifest, target_dims=local)
 
 
-def cut_of(weight: StoredWeight, dims: TransformerDims, shard: Shard) -> Cut | None:
+def cut_of(weight: Part, dims: TransformerDims, shard: Shard) -> Cut | None:
     """The part of a stored weight that a rank holds, of a target with `dims`; None where every rank has it whole."""
     name, rank, size = weight.name.rpartition(".")[2], shard.rank, shard.size
-    if size == 1 or weight.network != "target":
+    if size == 1 or not weight.name.startswith(TARGET):
         return None
     match name:
         case "embedding" | "head":
