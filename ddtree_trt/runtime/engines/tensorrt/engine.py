@@ -29,7 +29,7 @@ from ddtree_trt.runtime.engines.passes import closed_on_failure, make_single_pas
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates
 from ddtree_trt.runtime.engines.tensorrt.model import TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
-from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
+from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
@@ -94,7 +94,7 @@ class TrtEngine(SlotCalls):
         """Load an engine directory whose digests were checked. Raises MissingDependency for what is not installed,
         ArtifactError for an engine of another toolchain, plugin or GPU, and EngineError when CUDA or TensorRT fails or
         the GPU's memory is too small."""
-        loaded = load_plans(directory, manifest)
+        loaded = Loaded(directory, manifest)
         with closed_on_failure(loaded):
             return cls(manifest, loaded)
 

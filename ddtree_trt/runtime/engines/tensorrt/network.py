@@ -6,7 +6,6 @@ captured, and one per captured graph, because a change of a context's shapes cha
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +22,6 @@ from ddtree_trt.models.decoder import TransformerDims
 Shape = tuple[int, ...]
 
 
-@dataclass
 class Shared:
     """Resources shared by the networks of an engine directory."""
 

@@ -116,10 +116,13 @@ class BlockOnDevice(Drafter):
         """Process the waiting states and draft behind them, for int32 [N] each: of the first `reach` positions, P,
         log-probabilities [N, P, K], falling, and the candidates int32 [N, P, K]. Nothing where P is 0."""
 
-    @abstractmethod
     def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
         """Count a round that ran on the device: it processed the states that waited, if `absorbed`, and left so many
         others in the buffer."""
+        if absorbed:
+            self.cache.append(slot, self.counts[slot])
+            self.counts[slot] = 0
+        self.counts[slot] += held
 
 
 # Columns of int32.
@@ -206,10 +209,11 @@ class RoundPasses:
         ops.build_tree(*drafted, bonus_tokens, told[BUDGET], past, *tree)
         mask = slots.new_empty(count, tokens, mask_words(tokens))
         ops.packed_mask(parents, mask)
-        hidden, tapped = target.network.forward(token_ids, positions, Place(slots, past, mask), MaskMode.TREE)
+        network = target.network
+        hidden, tapped = network.forward(token_ids, positions, Place(slots, past, mask), MaskMode.TREE)
         assert tapped is not None, "a target built for a block drafter taps its states"
         draws = Draws(positions, columns.temperatures[:count], columns.seeds[:count])
-        target.network.choose(hidden, draws, choices, target.logits, ops.choose)
+        network.product.choose(hidden.flatten(0, 1), network.head, draws, choices, target.logits, ops.choose)
         result = self.results[: count * self.width(tokens)].view(count, -1)
         ops.commit(
             parents, token_ids, choices, counts, log_weights, outlook_depths, slots, told[HOLDS], told[ACTIVE], state,
