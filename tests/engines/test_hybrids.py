@@ -220,12 +220,8 @@ def test_texts(directory: Path) -> None:
     prompts = [rng.integers(2, VOCABULARY, n).tolist() for n in (1, 3, 4, 5, 33, 70, 300)]
     with LLM(directory, threads=1) as llm:
         expected = [tokens_of(llm, [prompt], method="ar", skip_reading_prefix_cache=True)[0] for prompt in prompts]
-        sizes: list[dict[str, Any]] = [
-            {"method": "ar"},
-            {"method": "dflash"},
-            {"method": "ddtree", "tree_budget": 90},
-            {"method": "ddtree", "tree_budget": "auto"},
-        ]
+        sizes: list[dict[str, Any]] = [{"method": "ar"}, {"method": "dflash"}]
+        sizes += [{"method": "ddtree", "tree_budget": nodes} for nodes in (90, "auto")]
         for each in sizes:
             assert tokens_of(llm, prompts, **each) == expected, each
         again = [llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens for _ in range(2)]

@@ -143,9 +143,7 @@ class TrtEngine(SlotCalls):
             slots = max(1, min(self.limits.max_batch, MOST_CAPTURED // len(self.buckets)))
         for slot in range(self.limits.max_batch):
             self._compaction.warm_up(slot)
-        # The passes of a drafter without taps are captured at its first draft.
-        reads_states = bool(self.manifest.drafting.tap_layers)
-        drafts = partial(self.drafter.warm_up, budget=self.limits.max_tree_budget) if reads_states else None
+        drafts = partial(self.drafter.warm_up, budget=self.limits.max_tree_budget)
         make_single_passes(self, self.buckets, drafts, progress, slots=slots)
         if self._loaded.kernel_cache is not None:
             self._loaded.kernel_cache.store()

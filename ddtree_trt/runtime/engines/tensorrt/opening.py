@@ -38,7 +38,6 @@ from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.passes import closed_on_failure
-from ddtree_trt.runtime.engines.tensorrt.network import Shared
 
 _log = logging.getLogger("ddtree_trt.tensorrt")
 
@@ -160,7 +159,7 @@ class KernelCache:
             _log.warning("%s cannot be written (%s): kernels are compiled at every start", self._path, reason)
 
 
-class Loaded(Shared):
+class Loaded:
     """The deserialised engines, and one block of device memory for all other data."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -204,7 +203,8 @@ class Loaded(Shared):
         self.drafter_tables = {**tables, **own}
         self.kernel_cache: KernelCache | None = None  # of TensorRT for RTX
         without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        self.make_context = lambda engine, captured: engine.create_execution_context(without_memory)
+        # (ICudaEngine, whether its passes will be captured) → an execution context without memory, or None
+        self.make_context: Any = lambda engine, captured: engine.create_execution_context(without_memory)
         if BACKENDS[manifest.backend].portable:
             self.kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE)
             self.make_context = self.kernel_cache.make_context

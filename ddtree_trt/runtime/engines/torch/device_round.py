@@ -32,20 +32,18 @@ class HostOps:
     def build_tree(
         self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
         token_ids: Tensor, parents: Tensor, depths: Tensor, positions: Tensor, counts: Tensor,
-        log_weights: Tensor | None = None, outlook_depths: Tensor | None = None,
+        log_weights: Tensor, outlook_depths: Tensor,
     ) -> None:  # fmt: skip
         """Trees of log_probs [N, L, K] into the int32 tensors [N, T], and their sizes, root included, into counts. Of
         the first O nodes of a larger tree, root not counted, the log-weights float32 and depths int32 [N, O]; −inf and
         0 where there is none, as with a budget of 0."""
-        outlook = 0 if log_weights is None else log_weights.shape[1]
+        outlook = log_weights.shape[1]
         for n, budget in enumerate(budgets.tolist()):
             grown = build_tree(log_probs[n].numpy(), candidates[n].numpy(), max(budget, outlook) if budget else 0)
-            if log_weights is not None and outlook_depths is not None:
-                seen = grown.cut(outlook)
-                log_weights[n], outlook_depths[n] = -torch.inf, 0
-                log_weights[n, : len(seen)] = torch.from_numpy(seen.log_weights)
-                outlook_depths[n, : len(seen)] = torch.from_numpy(seen.depths)
-            tree = grown.cut(budget)
+            seen, tree = grown.cut(outlook), grown.cut(budget)
+            log_weights[n], outlook_depths[n] = -torch.inf, 0
+            log_weights[n, : len(seen)] = torch.from_numpy(seen.log_weights)
+            outlook_depths[n, : len(seen)] = torch.from_numpy(seen.depths)
             size = 1 + len(tree)
             token_ids[n], parents[n], depths[n] = root_tokens[n], -1, 0
             token_ids[n, 1:size] = torch.from_numpy(tree.token_ids)

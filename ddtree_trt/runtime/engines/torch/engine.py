@@ -158,8 +158,7 @@ class TorchEngine(SlotCalls):
             return
         budget = self.limits.max_tree_budget
         largest = self.target.bucket(1 + budget)
-        # The passes of a drafter without taps are captured at its first draft.
-        drafts = partial(self.drafter.warm_up, budget=budget) if self.manifest.drafting.tap_layers else None
+        drafts = partial(self.drafter.warm_up, budget=budget)
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts, progress)
         if self.rounds is not None:
             self.rounds.warm_up(progress)

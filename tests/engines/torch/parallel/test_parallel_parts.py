@@ -80,15 +80,8 @@ def test_a_vocabulary_in_parts_is_the_whole_one(size: int) -> None:
         embedded = vocabulary.embed(token_ids, table[part])
         return vocabulary.argmax(logits[:, part]), best, ids, log_probs, embedded, vocabulary.join(distinct[:, part])
 
-    best, ids = distinct.topk(9, -1)
-    expected = (
-        torch.from_numpy(logits.numpy().argmax(-1)),
-        best,
-        ids,
-        best - distinct.exp().sum(-1, keepdim=True).log(),
-        table[None],
-        distinct,
-    )
+    (best, ids), first = distinct.topk(9, -1), torch.from_numpy(logits.numpy().argmax(-1))
+    expected = first, best, ids, best - distinct.exp().sum(-1, keepdim=True).log(), table[None], distinct
     for found in on_all_ranks(size, work):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
