@@ -110,13 +110,7 @@ def attention_workspace_bound(
     to `tokens` tokens, behind caches of `capacity` rows. What the TensorRT plugin asks for."""
 
 def compact_cache(
-    cache: NDArray[np.uint8],
-    slot: int,
-    head_dim: int,
-    rows: int,
-    half: bool,
-    start: int,
-    keep: Int32s,
+    cache: NDArray[np.uint8], slot: int, head_dim: int, rows: int, half: bool, start: int, keep: Int32s
 ) -> None:
     """Move row start + keep[j] of the slot to start + j, in place, in every layer of cache [layers, slots, Hkv, bytes].
 

@@ -5,7 +5,6 @@ interval is a bootstrap over prompts. τ is the mean over prompts of tokens comm
 All else is a median over prompts. Repeats of a prompt count as their median.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 
 from ddtree_trt.bench.measure import BASELINE, BenchResult, Outcome, Sample
 from ddtree_trt.device.cpu import busy_warning
-from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 RESAMPLES, TAILS = 2000, (2.5, 97.5)
@@ -150,12 +148,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         for first, *others in (cells[0], rule, *cells[1:])
     ]
     return ["| " + " | ".join(row) + " |" for row in cells]
-
-
-def require_matplotlib() -> None:
-    """Raises MissingDependency where matplotlib is not installed. Called before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
 
 
 def draw(result: BenchResult, path: Path) -> None:

@@ -1,5 +1,6 @@
 """`ddtree-trt bench` measures methods, budgets and prompts on one engine; `check` whether it is lossless."""
 
+import importlib.util
 import tempfile
 from contextlib import closing
 from dataclasses import replace
@@ -11,7 +12,7 @@ import typer
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.commands.arguments import AsJson, EngineDirectory, NewestByDefault, with_options
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import MissingDependency, UsageError, install_with
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
 
@@ -57,8 +58,8 @@ def bench(
     from ddtree_trt.bench import report
     from ddtree_trt.bench.measure import Session, engine_runs, measure
 
-    if plot is not None:
-        report.require_matplotlib()
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
     with terminal.progress_bars() as progress, closing(Session(directory, settings)) as session:
         result = measure(session, settings, engine_runs(session, settings), progress)
     if json == STDOUT:

@@ -106,11 +106,13 @@ ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 INT_BYTES = FLOAT_BYTES = 4
 
 # Names of the TensorRT engine's buffers.
-EMBEDDING, HEAD = "embedding", "head"
+EMBEDDING, HEAD = names.EMBEDDING, names.HEAD
 TARGET_KV, DRAFTER_KV = "target_kv", "drafter_kv"
 TARGET_STATES, KEPT = "target_states", "kept"  # of hybrids
 LOGITS, TAPS, STATES, CONTEXT = "logits", "taps", "states", "context"
-DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_head", "draft_logits"  # autoregressive
+DRAFTER_EMBEDDING, DRAFTER_HEAD = names.DRAFTER + EMBEDDING, names.DRAFTER + HEAD  # of an autoregressive drafter
+DRAFT_LOGITS = "draft_logits"  # likewise
+TABLES = {kinds.EMBEDDING: EMBEDDING, kinds.HEAD: HEAD}  # the buffer of a network's own table
 RESULTS = "results"
 TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
 WORKSPACE = "workspace"
@@ -266,7 +268,7 @@ def tensorrt_buffers(
         states[TARGET_STATES] = live + slots * limits.snapshots * shapes.slot_bytes
         states[KEPT] = shapes.layers * aligned(rows * shapes.row_bytes)
     return {
-        **_table_bytes(target, EMBEDDING, HEAD, element_bytes),
+        **_table_bytes(target, "", element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
         **states,
@@ -279,11 +281,10 @@ def tensorrt_buffers(
     }
 
 
-def _table_bytes(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
-    """Bytes of a network's own embedding and head, under these names, as far as it has them."""
-    buffers = {kinds.EMBEDDING: (embedding, element_bytes), kinds.HEAD: (head, FLOAT_BYTES)}
-    tables = kind_of(dims).own_tables
-    return {buffers[t.name][0]: math.prod(t.shape) * buffers[t.name][1] for t in tables}
+def _table_bytes(dims: TransformerDims, prefix: str, element_bytes: int) -> dict[str, int]:
+    """Bytes of a network's own embedding and head, as far as it has them."""
+    sizes = {kinds.EMBEDDING: element_bytes, kinds.HEAD: FLOAT_BYTES}
+    return {prefix + TABLES[t.name]: math.prod(t.shape) * sizes[t.name] for t in kind_of(dims).own_tables}
 
 
 def _drafter_buffers(
@@ -293,7 +294,7 @@ def _drafter_buffers(
     kind, slots = kind_of(drafter), limits.max_batch
     block = kind.block_size or 1
     rows = Rows.of(block, limits)
-    buffers = _table_bytes(drafter, DRAFTER_EMBEDDING, DRAFTER_HEAD, element_bytes)
+    buffers = _table_bytes(drafter, names.DRAFTER, element_bytes)
     if kind.tap_layers:
         width = len(kind.tap_layers) * target.hidden_size * element_bytes
         buffers |= {

@@ -10,13 +10,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BACKENDS, Backend, BackendName, Place
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.device.buffers import (
-    FLOAT_BYTES,
-    NOT_COUNTED_AS_BUFFERS,
-    logit_rows,
-    pass_rows,
-    tensorrt_buffers,
-)
+from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, logit_rows, pass_rows, tensorrt_buffers
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
 from ddtree_trt.models.decoder import TransformerDims

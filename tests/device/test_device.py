@@ -21,12 +21,7 @@ VERSION = "from typing import Optional\n__version__ = '2.13.0'\ndebug = False\nc
 
 @pytest.mark.parametrize(
     ("text", "cuda"),
-    [
-        (VERSION.format("'13.0'"), "13.0"),
-        (VERSION.format("None"), None),
-        ("", None),
-        ("cudart = '1.0'\n", None),
-    ],
+    [(VERSION.format("'13.0'"), "13.0"), (VERSION.format("None"), None), ("", None), ("cudart = '1.0'\n", None)],
 )
 def test_the_cuda_of_torch_is_read_without_importing_it(
     text: str, cuda: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_builds import CHATS
-from numerics import path_to, random_tree
+from numerics import follow_paths, random_tree
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -66,15 +66,8 @@ def test_rows_beside_others_have_the_bits_of_single_tokens(directory: Path, seed
         for first, end in pairwise(sorted({0, len(prompt), *rng.integers(0, len(prompt), 3).tolist()})):
             engine.prefill(slot, prompt[first:end], rows="none", taps=False)
     for _ in range(2):
-        trees = [random_tree(rng, int(rng.integers(2, 130)), manifest.target_dims.vocab_size) for _ in slots]
-        requests = [VerifyRequest(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
-        for request, verdict in zip(requests, engine.verify(requests), strict=True):
-            path = path_to(request.tree, int(request.tree.depths.argmax()))
-            for node in path:
-                (single,) = alone.verify([VerifyRequest(request.slot, token_chain(request.tree.token_ids[[node]]))])
-                np.testing.assert_array_equal(verdict.logits[node], single.logits[0])
-                alone.commit(request.slot, np.zeros(1, np.int32), taps=False)
-            engine.commit(request.slot, path, taps=False)
+        trees = {s: random_tree(rng, int(rng.integers(2, 130)), manifest.target_dims.vocab_size) for s in slots}
+        follow_paths(engine, alone, trees, np.testing.assert_array_equal)
     engine.close()
     alone.close()
 

@@ -17,18 +17,13 @@ Weights = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]  
 
 
 def random_layers(rng: np.random.Generator, experts: Experts, hidden: int, inner: int) -> list[Weights]:
-    def drawn(*shape: int, inputs: int) -> NDArray[np.float32]:
+    def drawn(*shape: int, inputs: int = hidden) -> NDArray[np.float32]:
         return (rng.standard_normal(shape) / np.sqrt(inputs)).astype(np.float32)
 
-    count = experts.count
-    return [
-        (
-            drawn(hidden, count, inputs=hidden),
-            drawn(count, 2 * inner, hidden, inputs=hidden),
-            drawn(count, hidden, inner, inputs=inner),
-        )
-        for _ in range(LAYERS)
-    ]
+    def layer(count: int) -> Weights:
+        return drawn(hidden, count), drawn(count, 2 * inner, hidden), drawn(count, hidden, inner, inputs=inner)
+
+    return [layer(experts.count) for _ in range(LAYERS)]
 
 
 def session_of(path: Path, layers: list[Weights], experts: Experts, threads: int) -> onnxruntime.InferenceSession:

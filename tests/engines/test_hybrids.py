@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import delta_truth
 import numpy as np
 import pytest
 import torch
 from checkpoints import DELTA, dims_of, make_pair
 from engine_builds import build_engine, build_torch_engine
-from numerics import Follower, Truth, assert_close, path_to
+from numerics import Follower, Truth, assert_close, follow_paths, path_to
 
 from ddtree_trt.artifact.manifest import Limits, load_manifest
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
@@ -89,12 +91,8 @@ def states_in(engine: Engine, slot: int) -> list[np.ndarray]:
 
 
 def deep_tree(rng: np.random.Generator, nodes: int, depth: int) -> TokenTree:
-    """A tree of no more than that depth, each node below any earlier one."""
-    parents, depths = [-1], [0]
-    while len(parents) < nodes:
-        if depths[parent := int(rng.integers(len(parents)))] < depth:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
+    parents = delta_truth.random_parents(rng, nodes, depth)
+    depths = [len(delta_truth.path_to(parents, node)) - 1 for node in range(nodes)]
     tokens = rng.integers(0, VOCABULARY, nodes)
     return TokenTree(tokens, np.array(parents, np.int32), np.array(depths, np.int32))
 
@@ -196,6 +194,7 @@ def test_paths_have_the_bits_of_single_tokens(directory: Path) -> None:
     engine, alone = (open_engine(directory, threads=t) for t in (2, 1))
     exact = engine.inexact is None
     assert exact == (manifest.backend == "onnxruntime" and manifest.target_dims.experts is None)
+    same = np.testing.assert_array_equal if exact else partial(assert_close, what="a row")
     for slot, length in enumerate((1, 40, 300)):
         prompt = rng.integers(0, VOCABULARY, length)
         for start in range(0, length, 200):
@@ -203,18 +202,8 @@ def test_paths_have_the_bits_of_single_tokens(directory: Path) -> None:
         for start in range(0, length, 7):
             alone.prefill(slot, prompt[start : start + 7], rows="none", taps=False)
     for _ in range(3):
-        trees = [deep_tree(rng, int(rng.integers(1, 130)), 16) for _ in range(3)]
-        requests = [VerifyRequest(slot, tree) for slot, tree in enumerate(trees)]
-        for request, verdict in zip(requests, engine.verify(requests), strict=True):
-            path = path_to(request.tree, int(request.tree.depths.argmax()))
-            for node in path:
-                (single,) = alone.verify([VerifyRequest(request.slot, token_chain(request.tree.token_ids[[node]]))])
-                if exact:
-                    np.testing.assert_array_equal(verdict.logits[node], single.logits[0])
-                else:
-                    assert_close(verdict.logits[node], single.logits[0], "a row")
-                alone.commit(request.slot, np.zeros(1, np.int32), taps=False)
-            engine.commit(request.slot, path, taps=False)
+        trees = {slot: deep_tree(rng, int(rng.integers(1, 130)), 16) for slot in range(3)}
+        follow_paths(engine, alone, trees, same)
     engine.close()
     alone.close()
 
@@ -231,12 +220,8 @@ def test_texts(directory: Path) -> None:
     prompts = [rng.integers(2, VOCABULARY, n).tolist() for n in (1, 3, 4, 5, 33, 70, 300)]
     with LLM(directory, threads=1) as llm:
         expected = [tokens_of(llm, [prompt], method="ar", skip_reading_prefix_cache=True)[0] for prompt in prompts]
-        sizes: list[dict[str, Any]] = [
-            {"method": "ar"},
-            {"method": "dflash"},
-            {"method": "ddtree", "tree_budget": 90},
-            {"method": "ddtree", "tree_budget": "auto"},
-        ]
+        sizes: list[dict[str, Any]] = [{"method": "ar"}, {"method": "dflash"}]
+        sizes += [{"method": "ddtree", "tree_budget": nodes} for nodes in (90, "auto")]
         for each in sizes:
             assert tokens_of(llm, prompts, **each) == expected, each
         again = [llm.generate([prompts[5]], SamplingParams(max_tokens=4))[0].metrics.cached_tokens for _ in range(2)]

@@ -21,13 +21,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, DryRun, dry_run
 from ddtree_trt.cli import app
 from ddtree_trt.device import buffers as places
-from ddtree_trt.device.buffers import (
-    ALIGNMENT,
-    CacheShape,
-    Layout,
-    tensorrt_buffers,
-    with_aligned_slots,
-)
+from ddtree_trt.device.buffers import ALIGNMENT, CacheShape, Layout, tensorrt_buffers, with_aligned_slots
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.drafters.dflash.dims import DFlashDims

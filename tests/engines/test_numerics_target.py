@@ -128,13 +128,10 @@ def test_rounds_behind_a_prompt(slot: Follower, rng: np.random.Generator, reques
         slot.prefill(rng.integers(0, vocabulary(slot), 3))
 
 
-def test_chunks_of_any_size_make_one_prompt(slot: Follower, rng: np.random.Generator) -> None:
+def test_a_tree_that_is_not_committed_leaves_no_trace(slot: Follower, rng: np.random.Generator) -> None:
+    """Behind a prompt in chunks of any size."""
     for size in (5, 1, 30, 1, 2):
         slot.prefill(rng.integers(0, vocabulary(slot), size))
-
-
-def test_a_tree_that_is_not_committed_leaves_no_trace(slot: Follower, rng: np.random.Generator) -> None:
-    slot.prefill(rng.integers(0, vocabulary(slot), 6))
     for _ in range(2):
         slot.verify(random_tree(rng, NODES, vocabulary(slot)))
     slot.commit(np.array([0], np.int32))

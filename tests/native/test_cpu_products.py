@@ -29,12 +29,7 @@ class Memory:
 
 
 def session(
-    weight: NDArray[np.float32],
-    *,
-    head: bool = False,
-    gated: bool = False,
-    fine: Fine | None = None,
-    threads: int = 1,
+    weight: NDArray[np.float32], *, head: bool = False, gated: bool = False, fine: Fine | None = None, threads: int = 1
 ) -> ort.InferenceSession:
     """One product with a weight [in, out]: `y` [1, R, out] of rows `x` [1, R, in], or of gate and up."""
     g = Int8Graph("product", Memory())

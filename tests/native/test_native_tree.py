@@ -280,12 +280,7 @@ def test_walk_compares_whole_int64_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parents", "text"),
-    [
-        ([], "at least one node"),
-        ([0], r"parents\[0\] is 0"),
-        ([-1, 1], r"parents\[1\] is 1"),
-    ],
+    ("parents", "text"), [([], "at least one node"), ([0], r"parents\[0\] is 0"), ([-1, 1], r"parents\[1\] is 1")]
 )
 def test_parents_must_be_topological(parents: list[int], text: str) -> None:
     array = np.array(parents, np.int32)

@@ -14,7 +14,7 @@ import kernel_reference as reference
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
-from plugin_libraries import Guarded, address, aligned, check_in_child, emulated_kernels
+from plugin_libraries import Guarded, aligned, check_in_child, emulated_kernels
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
@@ -40,22 +40,14 @@ class Case:
     """Random tensors of one call. Cache rows at and after past_len are NaN: reading one shows."""
 
     def __init__(
-        self,
-        tokens: int,
-        past: Sequence[int] | np.ndarray,
-        group: int = 1,
-        kv_heads: int = 1,
-        head_dim: int = 64,
-        fp16: bool = False,
-        tree: Tree = reference.random_parents,
-        slots: int | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, tokens: int, past: Sequence[int] | np.ndarray, group: int = 1, kv_heads: int = 1, head_dim: int = 64,
+        fp16: bool = False, tree: Tree = reference.random_parents, seed: int = 0,
+    ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.fp16 = fp16
         self.past_len = np.array(past, np.int32)
         n = len(self.past_len)
-        slots = slots or n + 1
+        slots = n + 1
         capacity = max(int(self.past_len.max()), 0) + tokens + 3
         shapes = {
             "q": (n, tokens, kv_heads * group, head_dim),
@@ -86,11 +78,9 @@ class Case:
         a = self.arrays
         slots, kv_heads, capacity, head_dim = a["cache_k"].shape
         fields = {
-            "q": address(a["q"]), "k": address(a["k"]), "v": address(a["v"]),
-            "past_k": address(a["cache_k"]), "past_v": address(a["cache_v"]),
-            "present_k": address(a["cache_k"]), "present_v": address(a["cache_v"]),
-            "slot_ids": address(self.slot_ids), "past_len": address(self.past_len),
-            "tree_mask": address(self.tree_mask), "sequences": len(self.past_len), "tokens": a["q"].shape[1],
+            **{name: a[name] for name in "qkv"}, "past_k": a["cache_k"], "past_v": a["cache_v"],
+            "present_k": a["cache_k"], "present_v": a["cache_v"], "slot_ids": self.slot_ids, "past_len": self.past_len,
+            "tree_mask": self.tree_mask, "sequences": len(self.past_len), "tokens": a["q"].shape[1],
             "q_heads": a["q"].shape[2], "kv_heads": kv_heads, "head_dim": head_dim, "slots": slots,
             "capacity": capacity, "mask_words": self.tree_mask.shape[2], "type": int(self.fp16),
             "mask_mode": int(mode), "scale": self.scale, "splits": splits,
@@ -103,9 +93,7 @@ class Case:
         workspace, out = aligned((size // 2,), np.uint16), aligned(self.arrays["q"].shape, np.uint16)
         workspace[...] = out[...] = POISON
         workspace, out = place(workspace), place(out)
-        emulated_kernels().launch(
-            "tree_attention", out=address(out), workspace=address(workspace), workspace_bytes=size, **fields
-        )
+        emulated_kernels().launch("tree_attention", out=out, workspace=workspace, workspace_bytes=size, **fields)
         self.workspace = workspace.view(np.float32)
         return decode(out, self.fp16)
 
@@ -158,10 +146,7 @@ def test_pasts_around_tile_edges(tokens: int, group: int) -> None:
         check(Case(tokens, [past], group, seed=i), MaskMode.TREE, splits=(0, -1, 2)[i % 3])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "past", "group"),
-    [(65, 4096, 4), (129, 65, 2), (513, 1000, 1), (1025, 1100, 1)],
-)
+@pytest.mark.parametrize(("tokens", "past", "group"), [(65, 4096, 4), (129, 65, 2), (513, 1000, 1), (1025, 1100, 1)])
 def test_large_trees_and_long_pasts(tokens: int, past: int, group: int) -> None:
     check(Case(tokens, [past], group), MaskMode.TREE)
 
@@ -332,11 +317,11 @@ def test_garbage_control_values_stay_in_bounds(at_end: bool) -> None:
 def test_the_launcher_refuses(change: dict[str, Any], text: str) -> None:
     case = Case(5, [3], 2, 2)
     out, workspace = aligned(case.arrays["q"].shape, np.uint16), aligned((1 << 20,), np.uint8)
-    good = case.fields(MaskMode.TREE, 2, out=address(out), workspace=address(workspace), workspace_bytes=1 << 20)
+    good = case.fields(MaskMode.TREE, 2, out=out, workspace=workspace, workspace_bytes=1 << 20)
     with pytest.raises(EngineError, match=text):
         emulated_kernels().launch("tree_attention", **{**good, **change})
     with pytest.raises(EngineError, match="16 bytes"):
-        emulated_kernels().launch("tree_attention", **{**good, "k": good["k"] + 2})
+        emulated_kernels().launch("tree_attention", **{**good, "k": good["k"].ctypes.data + 2})
     emulated_kernels().launch("tree_attention", **good)
 
 
@@ -364,8 +349,7 @@ def _needs(
 
 @pytest.mark.parametrize("max_batch", [1, 17])
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "head_dim", "capacity"),
-    [(32, 8, 128, 4353), (14, 2, 64, 1000), (4, 4, 64, 64)],
+    ("q_heads", "kv_heads", "head_dim", "capacity"), [(32, 8, 128, 4353), (14, 2, 64, 1000), (4, 4, 64, 64)]
 )
 def test_the_bound_is_the_largest_need_of_any_call(
     q_heads: int, kv_heads: int, head_dim: int, capacity: int, max_batch: int

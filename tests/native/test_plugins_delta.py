@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from delta_truth import path_to, random_parents
-from plugin_libraries import Guarded, address, check_in_child, emulated_kernels
+from plugin_libraries import Guarded, check_in_child, emulated_kernels
 
 from ddtree_trt.errors import EngineError
 
@@ -55,10 +55,9 @@ class Layers:
         mixed, log_decays, steps, parents, slots = given
         out = self.place(np.full((count, tokens, h["value_heads"], h["value_dim"]), np.nan, np.float32))
         emulated_kernels().launch(
-            "delta_tree", mixed=address(mixed), log_decays=address(log_decays), steps=address(steps),
-            parents=address(parents), states=address(self.states[1]), slot_ids=address(slots), out=address(out),
-            **{name: address(array[1]) for name, array in self.kept.items()}, sequences=count, tokens=tokens,
-            slots=SLOTS, **h,
+            "delta_tree", mixed=mixed, log_decays=log_decays, steps=steps, parents=parents, states=self.states[1],
+            slot_ids=slots, out=out, **{name: array[1] for name, array in self.kept.items()}, sequences=count,
+            tokens=tokens, slots=SLOTS, **h,
         )  # fmt: skip
         heads = h["key_heads"], h["key_dim"]
         wanted = [
@@ -72,9 +71,8 @@ class Layers:
         inputs, path = self.place(inputs), None if path is None else self.place(path.astype(np.int32))
         arrays = {"states": self.states, "past": self.past, "inputs": inputs, "path": path, **self.kept}
         emulated_kernels().launch(
-            "delta_commit", **{name: address(array) for name, array in arrays.items()}, first=first, path_rows=size,
-            slot=slot, slots=SLOTS, layers=LAYERS, rows=self.rows, past_rows=PAST, single=kind < 0, type=max(kind, 0),
-            **self.heads,
+            "delta_commit", **arrays, first=first, path_rows=size, slot=slot, slots=SLOTS, layers=LAYERS,
+            rows=self.rows, past_rows=PAST, single=kind < 0, type=max(kind, 0), **self.heads,
         )  # fmt: skip
 
 
@@ -156,9 +154,9 @@ def test_what_does_not_fit_is_refused() -> None:
     one = np.zeros(1 << 14, np.float64)
     heads = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16}
     names = "mixed log_decays steps parents states slot_ids out keys updates decays"
-    tree = {**dict.fromkeys(names.split(), address(one)), "sequences": 1, "tokens": 3, "slots": 1, **heads}
+    tree = {**dict.fromkeys(names.split(), one), "sequences": 1, "tokens": 3, "slots": 1, **heads}
     names = "states past keys updates decays inputs"
-    path = {**dict.fromkeys(names.split(), address(one)), **heads, "past_rows": 3}
+    path = {**dict.fromkeys(names.split(), one), **heads, "past_rows": 3}
     path |= dict.fromkeys(("path_rows", "slots", "layers", "rows", "single"), 1)
     launch = emulated_kernels().launch
     for call, good, wrong in (

@@ -6,7 +6,7 @@ from typing import Any
 import kernel_reference as reference
 import numpy as np
 import pytest
-from plugin_libraries import Guarded, address, check_in_child, emulated_kernels
+from plugin_libraries import Guarded, check_in_child, emulated_kernels
 
 from ddtree_trt.errors import EngineError
 
@@ -20,8 +20,8 @@ def top(
     logits = place(logits)
     best, ids = place(np.full((len(logits), k), np.nan, np.float32)), place(np.full((len(logits), k), -7, np.int32))
     emulated_kernels().launch(
-        "draft_top", logits=address(logits), best=address(best), ids=address(ids), rows=len(logits),
-        vocabulary=logits.shape[1], candidates_k=k, normalised=normalised,
+        "draft_top", logits=logits, best=best, ids=ids, rows=len(logits), vocabulary=logits.shape[1], candidates_k=k,
+        normalised=normalised,
     )  # fmt: skip
     return best, ids
 
@@ -122,8 +122,7 @@ def test_nothing_outside_is_read_or_written(at_end: bool) -> None:
 )
 def test_the_launcher_refuses(fields: dict[str, Any], text: str) -> None:
     logits, best, ids = np.zeros((1, 10), np.float32), np.zeros((1, 10), np.float32), np.zeros((1, 10), np.int32)
-    good = {"logits": address(logits), "best": address(best), "ids": address(ids), "rows": 1, "vocabulary": 10}
-    good |= {"candidates_k": 10, "normalised": 1}
+    good = {"logits": logits, "best": best, "ids": ids, "rows": 1, "vocabulary": 10, "candidates_k": 10}
     with pytest.raises(EngineError, match=text):
         emulated_kernels().launch("draft_top", **{**good, **fields})
     emulated_kernels().launch("draft_top", **good)

@@ -8,7 +8,7 @@ import kernel_reference as reference
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
-from plugin_libraries import Guarded, address, aligned, check_in_child, emulated_kernels
+from plugin_libraries import Guarded, aligned, check_in_child, emulated_kernels
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
@@ -25,14 +25,9 @@ Place = Callable[[np.ndarray], np.ndarray]
 
 
 def build(
-    log_probs: np.ndarray,
-    candidates: np.ndarray,
-    tokens: int,
-    budgets: np.ndarray | None = None,
-    past_len: np.ndarray | None = None,
-    outlook: int = 0,
-    place: Place = lambda array: array,
-) -> dict[str, np.ndarray]:
+    log_probs: np.ndarray, candidates: np.ndarray, tokens: int, budgets: np.ndarray | None = None,
+    past_len: np.ndarray | None = None, outlook: int = 0, place: Place = lambda array: array,
+) -> dict[str, np.ndarray]:  # fmt: skip
     n, length, width = log_probs.shape
     roots = place(np.arange(1000, 1000 + n, dtype=np.int32))
     out = {name: place(np.full((n, tokens), -7, np.int32)) for name in ("token_ids", "parents", "depths", "positions")}
@@ -42,9 +37,8 @@ def build(
         out["outlook_depths"] = place(np.full((n, outlook), -7, np.int32))
     log_probs, candidates = place(log_probs), place(candidates)
     emulated_kernels().launch(
-        "build_tree", log_probs=address(log_probs), candidates=address(candidates), root_tokens=address(roots),
-        budgets=address(budgets), past_len=address(past_len), sequences=n, positions_l=length, candidates_k=width,
-        tokens=tokens, outlook=outlook, **{name: address(array) for name, array in out.items()},
+        "build_tree", log_probs=log_probs, candidates=candidates, root_tokens=roots, budgets=budgets,
+        past_len=past_len, sequences=n, positions_l=length, candidates_k=width, tokens=tokens, outlook=outlook, **out,
     )  # fmt: skip
     return out
 
@@ -105,7 +99,7 @@ def test_packed_mask_equals_the_host(tokens: int) -> None:
     for words in (-(-tokens // 32), -(-tokens // 32) + 2):
         mask = np.full((2, tokens, words), 0x55555555, np.int32)
         emulated_kernels().launch(
-            "packed_mask", parents=address(parents), mask=address(mask), sequences=2, tokens=tokens, mask_words=words
+            "packed_mask", parents=parents, mask=mask, sequences=2, tokens=tokens, mask_words=words
         )
         for i in range(2):
             host = _native.packed_mask(parents[i])
@@ -120,10 +114,8 @@ def choose(
     given = [place(array) for array in (logits, positions, temperatures, seeds)]
     choices = place(np.full(positions.shape, -7, np.int32))
     names = "logits", "positions", "temperatures", "seeds"
-    emulated_kernels().launch(
-        "choose", choices=address(choices), sequences=logits.shape[0], tokens=logits.shape[1],
-        vocabulary=logits.shape[2], **{name: address(array) for name, array in zip(names, given, strict=True)},
-    )  # fmt: skip
+    extents = dict(zip(("sequences", "tokens", "vocabulary"), logits.shape, strict=True))
+    emulated_kernels().launch("choose", choices=choices, **extents, **dict(zip(names, given, strict=True)))
     return choices
 
 
@@ -167,7 +159,7 @@ def test_choices_of_nothing_are_in_the_vocabulary_and_read_no_further() -> None:
 def test_choices_that_cannot_be_are_refused(fields: dict[str, Any], reason: str) -> None:
     memory = np.zeros(64, np.float32)
     names = "logits", "positions", "temperatures", "seeds", "choices"
-    good = {**{name: address(memory) for name in names}, "sequences": 1, "tokens": 1, "vocabulary": 4}
+    good = {**dict.fromkeys(names, memory), "sequences": 1, "tokens": 1, "vocabulary": 4}
     with pytest.raises(EngineError, match=reason):
         emulated_kernels().launch("choose", **{**good, **fields})
     emulated_kernels().launch("choose", **{**good, "sequences": 0, "logits": None})
@@ -182,10 +174,10 @@ def commit(arguments: dict[str, np.ndarray], place: Place = lambda array: array)
     planes, slots, heads, capacity, _ = placed["cache"].shape
     outlook, (sequences, tokens) = placed["log_weights"].shape[1], placed["parents"].shape
     emulated_kernels().launch(
-        "commit", **{name: address(array) for name, array in placed.items()}, sequences=sequences, tokens=tokens,
-        longest=placed["result"].shape[1] // 2 - 1 - tokens - outlook, outlook=outlook, planes=planes, slots=slots,
-        kv_heads=heads, capacity=capacity, waiting_rows=placed["waiting"].shape[1],
-        row_bytes=placed["cache"].strides[3], state_bytes=placed["waiting"].strides[1],
+        "commit", **placed, sequences=sequences, tokens=tokens, planes=planes, slots=slots, kv_heads=heads,
+        longest=placed["result"].shape[1] // 2 - 1 - tokens - outlook, outlook=outlook, capacity=capacity,
+        waiting_rows=placed["waiting"].shape[1], row_bytes=placed["cache"].strides[3],
+        state_bytes=placed["waiting"].strides[1],
     )  # fmt: skip
     return tuple(placed[name] for name in ("cache", "waiting", "states", "result"))
 
@@ -206,19 +198,15 @@ def test_commits_are_the_references(tokens: int, longest: int) -> None:
 
 
 def compact(
-    cache: np.ndarray,
-    slot_ids: ArrayLike,
-    past_len: ArrayLike,
-    keep: ArrayLike,
-    keep_count: ArrayLike,
+    cache: np.ndarray, slot_ids: ArrayLike, past_len: ArrayLike, keep: ArrayLike, keep_count: ArrayLike,
     place: Place = lambda array: array,
-) -> None:
+) -> None:  # fmt: skip
     planes, slots, heads, capacity, _ = cache.shape
-    arrays = [place(np.asarray(a, np.int32)) for a in (slot_ids, past_len, keep, keep_count)]
+    given = {"slot_ids": slot_ids, "past_len": past_len, "keep": keep, "keep_count": keep_count}
+    arrays = {name: place(np.asarray(a, np.int32)) for name, a in given.items()}
     emulated_kernels().launch(
-        "compact", cache=address(cache), slot_ids=address(arrays[0]), past_len=address(arrays[1]),
-        keep=address(arrays[2]), keep_count=address(arrays[3]), sequences=len(arrays[0]), planes=planes, slots=slots,
-        kv_heads=heads, capacity=capacity, max_keep=arrays[2].shape[1], row_bytes=cache.strides[3],
+        "compact", cache=cache, **arrays, sequences=len(arrays["keep"]), planes=planes, slots=slots, kv_heads=heads,
+        capacity=capacity, max_keep=arrays["keep"].shape[1], row_bytes=cache.strides[3],
     )  # fmt: skip
 
 
@@ -254,14 +242,7 @@ def test_compaction_of_random_sets(seed: int) -> None:
     check_compaction(cache, rng.permutation(3)[:2], past_len, keeps)
 
 
-@pytest.mark.parametrize(
-    ("keep", "moved"),
-    [
-        ([1, 3, 2, 5], [1, 3]),
-        ([-1, 4], []),
-        ([3, 2**31 - 1, 4], [3]),
-    ],
-)
+@pytest.mark.parametrize(("keep", "moved"), [([1, 3, 2, 5], [1, 3]), ([-1, 4], []), ([3, 2**31 - 1, 4], [3])])
 def test_compaction_stops_at_the_first_entry_that_does_not_rise(keep: list[int], moved: list[int]) -> None:
     cache = new_cache((1, 1, 2, 12, 8))
     expected = cache.copy()
@@ -286,9 +267,7 @@ def _run_garbage(at_end: bool) -> None:
         numbers = {name: garbage(*a.shape) for name, a in given.items() if a.dtype == np.int32 and name != "result"}
         commit({**given, **numbers}, guard)
         parents, mask = garbage(2, 40), guard(np.zeros((2, 40, 2), np.int32))
-        emulated_kernels().launch(
-            "packed_mask", parents=address(parents), mask=address(mask), sequences=2, tokens=40, mask_words=2
-        )
+        emulated_kernels().launch("packed_mask", parents=parents, mask=mask, sequences=2, tokens=40, mask_words=2)
         log_probs = rng.choice([np.nan, np.inf, -np.inf, 0.0, -1.0, 3e38], (2, 4, 5)).astype(np.float32)
         out = build(log_probs, garbage(2, 4, 5), 33, garbage(2), garbage(2), 70, guard)
         for parents, count in zip(out["parents"], out["counts"], strict=True):

@@ -3,7 +3,7 @@
 The truth is kept plain: every sequence of tokens goes through the network whole, causally, without a cache or a mask.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-4  # largest error, in units of the expected values' root mean square
@@ -84,6 +84,19 @@ def path_to(tree: TokenTree, node: int) -> NDArray[np.int32]:
 
 
 Measured = OrtEngine | TorchEngine | ParallelEngine | TrtEngine  # engines whose numbers are compared
+
+
+def follow_paths(engine: Any, alone: Any, trees: Mapping[int, TokenTree], same: Callable[[Any, Any], None]) -> None:
+    """Verify trees by slot in one pass and commit the deepest path of each, of which `same` compares the logits of
+    every node with those of its token alone, in passes of the other engine."""
+    verdicts = engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
+    for (slot, tree), verdict in zip(trees.items(), verdicts, strict=True):
+        path = path_to(tree, int(tree.depths.argmax()))
+        for node in path:
+            (single,) = alone.verify([VerifyRequest(slot, token_chain(tree.token_ids[[node]]))])
+            same(verdict.logits[node], single.logits[0])
+            alone.commit(slot, np.zeros(1, np.int32), taps=False)
+        engine.commit(slot, path, taps=False)
 
 
 def drafter_of(engine: Measured) -> Any:

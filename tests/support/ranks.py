@@ -12,14 +12,7 @@ import torch
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
-from ddtree_trt.runtime.engines.torch.parallel.ranks import (
-    HERE,
-    Group,
-    RankConfig,
-    Workers,
-    open_part,
-    worker_loop,
-)
+from ddtree_trt.runtime.engines.torch.parallel.ranks import HERE, Group, RankConfig, Workers, open_part, worker_loop
 
 
 def config_of(rank: int, store: str, directory: Path, manifest: Manifest) -> RankConfig:

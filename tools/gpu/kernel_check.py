@@ -1,6 +1,5 @@
 """Check the torch operators on a GPU: attention against fp32 SDPA, and the bits of its rows in passes of all kinds;
-tree build and walk against the host; a draft's candidates and delta nets against PyTorch; compaction. Time attention,
-trees and candidates.
+tree build and commit against the host; candidates and delta nets against PyTorch; compaction; and times of them.
 
     python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 

@@ -8,13 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
-from ddtree_trt.drafters.dflash.heads import (
-    Convolution,
-    ConvolutionParts,
-    PairHead,
-    Selector,
-    pair_head,
-)
+from ddtree_trt.drafters.dflash.heads import Convolution, ConvolutionParts, PairHead, Selector, pair_head
 from ddtree_trt.drafters.kind import differs
 from ddtree_trt.drafters.tapped import BODY, OWN_HEAD, TapLayer, TappedDims, TappedKind
 from ddtree_trt.models.decoder import (

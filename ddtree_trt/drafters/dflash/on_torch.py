@@ -42,8 +42,8 @@ class BlockDrafter(BlockOnDevice):
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
         self.waiting = torch.zeros(slots, 1 + dims.draft_length, width, dtype=cache.slab.dtype, device=device)
         self.counts = [0] * slots  # waiting states of each slot
-        self._control = Upload(Upload.size(*[(slots,)] * 4), device)
-        self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
+        self._control = Upload(device, *[(slots,)] * 4)
+        self._learn_control = [Upload(device, (1,), (1,)) for _ in range(slots)]
         self._head = dims.pair_head
         self.top_ks: Sequence[int] | None = CANDIDATES if device.type == "cuda" else None  # None: any number
         longest = self._shapes(slots, CANDIDATES[-1], dims.draft_length)
@@ -123,12 +123,6 @@ class BlockDrafter(BlockOnDevice):
         trees = sorted({min(nodes, budget) for nodes in (*REACHES, *CANDIDATES)})
         for top_k, length in [(1, self.dims.draft_length), *((nodes, nodes) for nodes in trees)]:
             self.draft([DraftRequest(slot, 0, top_k, length)])
-
-    def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
-        if absorbed:
-            self.cache.append(slot, self.counts[slot])
-            self.counts[slot] = 0
-        self.counts[slot] += held
 
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int, reach: int

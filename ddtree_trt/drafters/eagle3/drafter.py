@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import Drafter, split
-from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.engines.drafters import Cached, Drafter, split
 from ddtree_trt.runtime.tree import LinkedRows, TokenTree, token_chain
 
 
@@ -46,21 +45,17 @@ class Level:
         return [Level(self.outputs[part], self.log_probs[part], self.token_ids[part]) for part in parts]
 
 
-class EagleNetwork(Protocol):
+class EagleNetwork(Cached, Protocol):
     """The passes of an EAGLE-3 drafter, each over rows of distinct slots; their results follow each other."""
-
-    @property
-    def cache(self) -> SlotLengths:
-        """The number of committed rows of each slot."""
 
     def join(self, pieces: Sequence[Any]) -> Any:
         """Tapped states [m, M·H] of all pieces one after another, in memory of their own."""
 
     def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
-        """Write and commit rows made of chains of tokens and tapped states; only the last row's results are wanted."""
+        """Write rows made of chains of tokens and tapped states; only the last row's results are wanted."""
 
     def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
-        """Write the rows of nodes from `first` on. Nothing is committed."""
+        """Write the rows of nodes from `first` on."""
 
 
 @dataclass
@@ -153,6 +148,7 @@ class EagleDrafter(Drafter):
         levels = self._network.absorb(rows, top_k).split(rows)
         for slot, tokens in following.items():
             context = self._contexts[slot]
+            self._network.cache.append(slot, len(tokens))
             context.behind += tokens
             context.states = context.states[len(tokens) :] if len(tokens) < len(context.states) else None
         return levels

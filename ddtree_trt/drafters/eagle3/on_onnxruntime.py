@@ -29,10 +29,7 @@ class OrtEagle(OrtNetwork):
     def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
         states = np.concatenate([each.states for each in rows])
         none = np.empty((0, self.dims.hidden_size), np.float32)
-        level = self._pass(rows, [0] * len(rows), states, none, top_k)
-        for each in rows:
-            self.cache.append(each.slot, len(each.tree))
-        return level
+        return self._pass(rows, [0] * len(rows), states, none, top_k)
 
     def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
         none = np.empty((0, self.dims.taps_width), np.float32)

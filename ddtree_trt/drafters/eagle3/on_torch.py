@@ -41,10 +41,7 @@ class TorchEagle:
 
     def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
         x = F.linear(pad_sequence([each.states for each in rows], batch_first=True), self._fc)
-        level = self._pass(rows, x, MaskMode.CAUSAL, top_k)
-        for each in rows:
-            self.cache.append(each.slot, len(each.tree))
-        return level
+        return self._pass(rows, x, MaskMode.CAUSAL, top_k)
 
     def expand(self, rows: Sequence[NewRows], top_k: int) -> Level:
         x = pad_sequence([torch.stack(each.states) for each in rows], batch_first=True)

@@ -66,7 +66,7 @@ class Drafter(ABC):
 
     def warm_up(self, slot: int, budget: int) -> None:
         """Capture passes of drafts of the slot alone, which holds a prompt, for budgets up to `budget`."""
-        return  # what captures none
+        return  # those of others are captured at the first draft
 
 
 def split(count: int, chunk: int, slots: int) -> list[slice]:

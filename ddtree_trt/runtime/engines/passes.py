@@ -187,16 +187,10 @@ def closed_on_failure(thing: Any) -> Iterator[None]:
 
 
 def make_single_passes(
-    engine: Engine,
-    sizes: Collection[int],
-    drafts: Callable[[int], None] | None,
-    progress: Progress,
-    *,
-    slots: int = 1,
+    engine: Engine, sizes: Collection[int], drafts: Callable[[int], None] | None, progress: Progress, *, slots: int = 1
 ) -> None:
     """In each of the first `slots` slots, which are empty, verify trees of `sizes` tokens, the largest first, prefill
-    a prompt's longest chunk, and call `drafts` with the slot; None for a drafter without taps. `progress` counts the
-    trees."""
+    a prompt's longest chunk, and call `drafts` with the slot, if it is given. `progress` counts the trees."""
     limits = engine.manifest.limits
     chunk = np.zeros(min(limits.prefill_chunk, limits.max_seq_len - 1), np.int64)
     passes = [(slot, tokens) for slot in range(slots) for tokens in sorted(sizes, reverse=True)]

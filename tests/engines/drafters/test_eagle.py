@@ -20,7 +20,7 @@ from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.families import QWEN2
 from ddtree_trt.runtime.decoding.sampling import Sampler
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.llm import LLM
@@ -30,12 +30,8 @@ from ddtree_trt.runtime.tree import DraftTree, LinkedRows, TokenTree
 K = 4
 
 
-def never(*_: object) -> DrawnFrom:
-    raise AssertionError("a tree's drafter draws nothing")
-
-
 def request(bonus: int, *, length: int = 4, slot: int = 0) -> DraftRequest:
-    return DraftRequest(slot, bonus, K, length, never)
+    return DraftRequest(slot, bonus, K, length)
 
 
 class Scripted:
@@ -52,7 +48,6 @@ class Scripted:
 
     def absorb(self, rows: Sequence[NewRows], top_k: int) -> Level:
         for each in rows:
-            self.cache.append(each.slot, len(each.tree))
             assert each.first == len(each.tree) - 1 == len(each.states) - 1 >= 0
         self.absorbed.append({each.slot: len(each.tree) for each in rows})
         return self._level([(int(each.tree.token_ids[-1]),) for each in rows], top_k)
@@ -237,7 +232,7 @@ class Slot:
 
 
 def draft(slots: list[Slot], bonus: int) -> None:
-    drafts = slots[0].engine.draft([DraftRequest(slot.slot, bonus, TOP_K, LEVELS, never) for slot in slots])
+    drafts = slots[0].engine.draft([DraftRequest(slot.slot, bonus, TOP_K, LEVELS) for slot in slots])
     for slot, found in zip(slots, drafts, strict=True):
         slot.check(bonus, found)
 

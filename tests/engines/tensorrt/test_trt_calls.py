@@ -70,27 +70,6 @@ def test_a_call_for_several_slots_waits_once(engine: TrtEngine) -> None:
         assert engine.device.waits == before + 1
 
 
-def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
-    machine.store_profile()
-    with LLM(machine.directory) as llm:
-        engine = llm.engine
-        assert isinstance(engine, TrtEngine)
-        generate(llm, PROMPTS, method="ddtree", tree_budget=16)
-        generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # 16 tokens, 17 before: another bucket
-
-        def captured() -> int:
-            return sum(entry == ("capture",) for entry in machine.cuda.log)
-
-        assert captured() == sum(len(network._captured) for network in engine.networks) == len(machine.cuda.graphs)
-        before = captured()
-        generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # now with the prompts in the cache
-        generate(llm, PROMPTS, method="ddtree", tree_budget=15)
-        assert captured() == len(machine.cuda.graphs) <= before + (6 if machine.form.native else LIMITS.max_batch)
-        assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [
-            ("malloc", engine._loaded.layout.total_bytes)
-        ]
-
-
 def test_a_single_request_captures_nothing(machine: Machine) -> None:
     """Whatever its trees: that was done when the engine was opened, which left every slot empty."""
     machine.store_profile()
@@ -98,7 +77,9 @@ def test_a_single_request_captures_nothing(machine: Machine) -> None:
         engine = llm.engine
         assert isinstance(engine, TrtEngine)
         captured = [entry for entry in machine.cuda.log if entry == ("capture",)]
-        assert len(captured) == sum(len(network._captured) for network in engine.networks)
+        assert len(captured) == sum(len(network._captured) for network in engine.networks) == len(machine.cuda.graphs)
+        memory = [entry for entry in machine.cuda.log if entry[0] == "malloc"]
+        assert memory == [("malloc", engine._loaded.layout.total_bytes)]
         own = LIMITS.max_batch if machine.form.native else 1  # slots with graphs of their own
         assert len(engine.target.network._captured) == own * len(buckets(1 + LIMITS.max_tree_budget))
         assert not any(engine.length(slot) or engine.draftable(slot, 99) for slot in range(LIMITS.max_batch))

@@ -13,14 +13,8 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime.llm import LLM
 
 # Of an autoregressive drafter: other shapes, one layer, a head that is not its embedding.
-OTHER: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 48,
-    "num_layers": 1,
-    "head_dim": 64,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-}
+OTHER: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 48, "num_layers": 1}
+OTHER |= {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1}
 LIMITS = Limits(max_seq_len=256, max_batch=3, max_tree_budget=40, prefill_chunk=32)
 
 

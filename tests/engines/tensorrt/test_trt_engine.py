@@ -10,17 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_pair
-from fake_trt_engine import (
-    FORMS,
-    PLUGIN,
-    PROMPTS,
-    RTX,
-    Form,
-    Lowerings,
-    build_trt_engine,
-    generate,
-    installed,
-)
+from fake_trt_engine import FORMS, PLUGIN, PROMPTS, RTX, Form, Lowerings, build_trt_engine, generate, installed
 
 from ddtree_trt.device import buffers
 from ddtree_trt.runtime.llm import LLM
@@ -30,11 +20,7 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in outputs]
 
 
-METHODS: list[dict[str, Any]] = [
-    {"method": "ar"},
-    {"method": "dflash"},
-    {"method": "ddtree", "tree_budget": 40},
-]
+METHODS: list[dict[str, Any]] = [{"method": "ar"}, {"method": "dflash"}, {"method": "ddtree", "tree_budget": 40}]
 
 
 @pytest.fixture(scope="module")

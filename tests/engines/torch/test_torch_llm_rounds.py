@@ -250,17 +250,14 @@ def test_nothing_grows_with_the_rounds(
 # What cannot be served
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"method": "dflash-sample", "tree_budget": 8}, "method 'dflash-sample' draws its drafts"),
-        ({"logprobs": 1}, "logprobs works on logits, which stay on the device"),
+def test_others_are_refused(device: LLM) -> None:
+    """Each field by itself in `test_methods`."""
+    for options, reason in (
+        ({"method": "dflash-sample"}, "method 'dflash-sample' draws its drafts"),
         ({"presence_penalty": 0.5, "min_tokens": 3}, "min_tokens, presence_penalty work on logits"),
-    ],
-)
-def test_others_are_refused(device: LLM, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UsageError, match=f"device_rounds is on, but {reason}.*; use auto or off"):
-        device.generate("Once", SamplingParams(**{"method": "ddtree", "tree_budget": 8, **options}))
+    ):
+        with pytest.raises(UsageError, match=f"device_rounds is on, but {reason}.*; use auto or off"):
+            device.generate("Once", greedy(8, **options))
 
 
 def test_auto_asks_the_engine(directory: Path) -> None:

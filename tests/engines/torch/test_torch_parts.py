@@ -153,13 +153,8 @@ def test_the_operators_refuse_wrong_tensors(operators: None) -> None:
 
     x, w, cache, one, keep = halves(2, 16), halves(16), halves(2, 1, 2, 8, 64), ints(1), ints(1, 3)
     parents, mask = torch.tensor([[-1, 0, 0]], dtype=torch.int32), ints(1, 3, 1)
-    q, kv, scores, best, ids = (
-        halves(1, 3, 4, 64),
-        halves(1, 3, 2, 64),
-        torch.zeros(2, 7),
-        torch.zeros(2, 3),
-        ints(2, 3),
-    )
+    q, kv, scores = halves(1, 3, 4, 64), halves(1, 3, 2, 64), torch.zeros(2, 7)
+    best, ids = torch.zeros(2, 3), ints(2, 3)
 
     def attend(k: Tensor = kv, space: int = 1 << 20) -> None:
         scratch = torch.zeros(space, dtype=torch.uint8)
@@ -199,7 +194,7 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_equal_shapes_go_up_to_equal_addresses() -> None:
     shapes = [(3,), (3,), (3, 5), (3, 5, 2)]
-    upload = Upload(Upload.size(*shapes), CPU)
+    upload = Upload(CPU, *shapes)
     rng = np.random.default_rng(0)
     before: list[int] = []
     for _ in range(2):

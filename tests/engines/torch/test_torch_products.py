@@ -70,16 +70,9 @@ def launch(kernels: Any) -> Callable[..., None]:
     ],
 )
 def test_it_compiles_for_gpus(
-    name: str,
-    part: str,
-    rows: int,
-    columns: int,
-    gated: bool,
-    fp8: bool,
-    sm: int,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, part: str, rows: int, columns: int, gated: bool, fp8: bool, sm: int, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     """To machine code. With programmatic dependent launches what comes before the wait are loads of weights alone."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(load_kernel(), name)
@@ -90,18 +83,11 @@ def test_it_compiles_for_gpus(
     pdl = sm >= 90
     shared_bytes = SHARED_BYTES if pdl else 99 << 10
     height, width, depth, warps, stages = tile_for(rows, columns, 4096, shared_bytes)
-    constants = {
-        "BM": height,
-        "BN": width,
-        "BK": depth,
-        "GATED": gated,
-        "PDL": pdl,
-        "PIECE": 512 if pdl and height <= 64 else 0,
-        "bias": None,
-        **dict.fromkeys(("onto", "norm", "unscaled", "sums") if part != "added" else ()),
-        **({"squares": None, "epsilon": 0.0} if part != "normed" else {}),
-        **({} if fp8 else {"scales": None}),
-    }
+    constants: dict[str, Any] = {"BM": height, "BN": width, "BK": depth, "GATED": gated, "PDL": pdl, "bias": None}
+    constants["PIECE"] = 512 if pdl and height <= 64 else 0
+    constants |= dict.fromkeys(("onto", "norm", "unscaled", "sums") if part != "added" else ())
+    constants |= {"squares": None, "epsilon": 0.0} if part != "normed" else {}
+    constants |= {} if fp8 else {"scales": None}
     weight, out = "*fp8e4nv" if fp8 else "*bf16", "*bf16" if gated else "*fp32"
     pointers = {"x": "*bf16", "w": weight, "scales": "*fp32", "out": out, "positions": "*i32", "temperatures": "*fp32"}
     pointers |= {"seeds": "*i64", "values": "*fp64", "ids": "*i32", "squares": "*fp32", "epsilon": "fp32"}
@@ -116,9 +102,8 @@ def test_it_compiles_for_gpus(
     assert made.asm["cubin"] and made.metadata.shared <= shared_bytes
     code = made.asm["ptx"]
     assert "cp.async.cg.shared.global" in code and ("wgmma" if rows >= 64 and pdl else "mma.sync") in code
-    places = [
-        code.find(word) for word in ("prefetch.L2", "griddepcontrol.wait", "griddepcontrol.launch", "cp.async.cg")
-    ]
+    words = ("prefetch.L2", "griddepcontrol.wait", "griddepcontrol.launch", "cp.async.cg")
+    places = [code.find(word) for word in words]
     assert places == sorted(places) and (places[0] > 0) is (height <= 64) if pdl else places[:3] == [-1] * 3
 
 
@@ -272,7 +257,7 @@ def other_bits(*heights: int) -> Callable[..., None]:
 def test_tiles_with_other_bits_are_found(caplog: pytest.LogCaptureFixture) -> None:
     """And replaced by that of 64 rows, if that is enough."""
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(7)).bfloat16()
-    for name in ("target.layers.0.o", "target.layers.0.gate_up", "target.head"):
+    for name in ("o", "target.layers.0.gate_up", "qkv", "target.head"):
         assert FixedOrder(by_pytorch, SHARED_BYTES, pdl=False).holds(name, weight)
         for height in (16, 128):
             caplog.clear()

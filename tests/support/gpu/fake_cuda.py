@@ -27,14 +27,8 @@ class cudaError_t(IntEnum):
     cudaErrorStreamCaptureInvalidated = 901
 
 
-class cudaMemcpyKind(IntEnum):
-    cudaMemcpyHostToDevice = 1
-    cudaMemcpyDeviceToHost = 2
-    cudaMemcpyDeviceToDevice = 3
-
-
-class cudaStreamCaptureMode(IntEnum):
-    cudaStreamCaptureModeThreadLocal = 1
+cudaMemcpyKind = IntEnum("cudaMemcpyKind", "cudaMemcpyHostToDevice cudaMemcpyDeviceToHost cudaMemcpyDeviceToDevice")
+cudaStreamCaptureMode = IntEnum("cudaStreamCaptureMode", "cudaStreamCaptureModeThreadLocal")
 
 
 class _Memory:
@@ -108,10 +102,8 @@ class FakeCuda:
             if (status := self.fail.pop(name, None)) is not None:
                 return (status, *([None] if name != "cudaStreamSynchronize" else []))
             result = found(*arguments)
-            return (
-                cudaError_t.cudaSuccess,
-                *(result if isinstance(result, tuple) else (result,) * (result is not None)),
-            )
+            results = result if isinstance(result, tuple) else (result,) * (result is not None)
+            return (cudaError_t.cudaSuccess, *results)
 
         return call
 

@@ -116,11 +116,7 @@ class FakeTensorRt:
 
         config = self._stand(
             "IBuilderConfig",
-            {
-                "add_optimization_profile": add,
-                "set_flag": lambda flag: None,
-                "clear_flag": lambda flag: None,
-            },
+            {"add_optimization_profile": add, "set_flag": lambda flag: None, "clear_flag": lambda flag: None},
         )
         config.__dict__["profiles"] = profiles
         return config

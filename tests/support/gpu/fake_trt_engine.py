@@ -158,15 +158,7 @@ class Lowerings:
             limits=self._limits,
             toolchain=self.form.toolchain,
             tensors={e.name: {"inputs": list(e.inputs), "outputs": list(e.outputs)} for e in engines},
-            plugin=None
-            if self.form.native
-            else {
-                "name": plugins.ATTENTION,
-                "version": plugins.VERSION,
-                "namespace": plugins.NAMESPACE,
-                "abi": str(plugins.ABI),
-                "sha256": artifact.sha256_file(plugin_library),
-            },
+            plugin=None if self.form.native else plugins.IDENTITY | {"sha256": artifact.sha256_file(plugin_library)},
             files=files,
         )
 

@@ -33,10 +33,9 @@ _SHIPPED = importlib.util.find_spec("tensorrt_rtx_bindings") is not None
 _CHECKED: set[tuple[Any, ...]] = set()  # calls that it takes, by the types of arguments
 
 
-class ExecutionContextAllocationStrategy(Enum):
-    STATIC = 0
-    ON_PROFILE_CHANGE = 1
-    USER_MANAGED = 2
+ExecutionContextAllocationStrategy = Enum("ExecutionContextAllocationStrategy", "STATIC ON_PROFILE_CHANGE USER_MANAGED")
+DynamicShapesKernelSpecializationStrategy = Enum("DynamicShapesKernelSpecializationStrategy", "LAZY EAGER NONE")
+CudaGraphStrategy = Enum("CudaGraphStrategy", "DISABLED WHOLE_GRAPH_CAPTURE")
 
 
 class ILogger(ABC):
@@ -44,17 +43,6 @@ class ILogger(ABC):
 
     @abstractmethod
     def log(self, severity: Any, msg: str) -> None: ...
-
-
-class DynamicShapesKernelSpecializationStrategy(Enum):
-    LAZY = 0
-    EAGER = 1
-    NONE = 2
-
-
-class CudaGraphStrategy(Enum):
-    DISABLED = 0
-    WHOLE_GRAPH_CAPTURE = 1
 
 
 class FakeTrt:

@@ -1,8 +1,11 @@
 """The kernels behind the C interface of `cpp_plugins/emulator/c_api.cpp`, by ctypes."""
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ddtree_trt.errors import EngineError
 
@@ -65,10 +68,7 @@ STATUS = (
 
 
 class KernelLibrary:
-    """The launchers. Pointers are device addresses as int, None for null; `stream` is a cudaStream_t as int.
-
-    Nothing is synchronised: the arrays a call names must outlive the work it puts on the stream.
-    """
+    """The launchers. A pointer is an array, an address as int, or None for null."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,11 +87,14 @@ class KernelLibrary:
 
     def attention_workspace_bytes(self, **fields: object) -> int:
         """Bytes of scratch a `tree_attention` call of these extents needs; 0 when it needs none."""
-        arguments = CALLS["tree_attention"](**fields)
-        return int(self._library.ddtree_attention_workspace_bytes(ctypes.byref(arguments)))
+        return int(self._library.ddtree_attention_workspace_bytes(self._arguments("tree_attention", fields)))
 
-    def launch(self, call: str, stream: int | None = None, **fields: object) -> None:
-        """Put one of `CALLS` on a stream; fields left out are null or 0. Raises EngineError when it is refused."""
-        status = getattr(self._library, f"ddtree_{call}")(ctypes.byref(CALLS[call](**fields)), ctypes.c_void_p(stream))
+    def launch(self, call: str, **fields: object) -> None:
+        """Run one of `CALLS`; fields left out are null or 0. Raises EngineError when it is refused."""
+        status = getattr(self._library, f"ddtree_{call}")(self._arguments(call, fields), ctypes.c_void_p())
         if status:
             raise EngineError(f"ddtree kernel {call!r} refused its arguments: {STATUS[status]} (status {status})")
+
+    def _arguments(self, call: str, fields: Mapping[str, object]) -> Any:
+        given = {name: v.ctypes.data if isinstance(v, np.ndarray) else v for name, v in fields.items()}
+        return ctypes.byref(CALLS[call](**given))

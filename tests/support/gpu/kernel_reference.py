@@ -35,17 +35,9 @@ def visible(mode: MaskMode, tokens: int, tree_mask: Int32 | None = None) -> NDAr
 
 
 def attention(
-    q: Float,
-    k: Float,
-    v: Float,
-    past_k: Float,
-    past_v: Float,
-    slot_ids: Int32,
-    past_len: Int32,
-    tree_mask: Int32 | None,
-    mode: MaskMode,
-    scale: float,
-) -> tuple[NDArray[np.float64], Float, Float]:
+    q: Float, k: Float, v: Float, past_k: Float, past_v: Float, slot_ids: Int32, past_len: Int32,
+    tree_mask: Int32 | None, mode: MaskMode, scale: float,
+) -> tuple[NDArray[np.float64], Float, Float]:  # fmt: skip
     """(attn [N, T, Hq, D] float64, present_k, present_v): the caches are copies with the T new rows appended. A token
     that sees nothing (no past and an empty mask row) gets zeros."""
     sequences, tokens, q_heads, _ = q.shape

@@ -92,10 +92,6 @@ def aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return raw[start : start + count].view(dtype).reshape(shape)
 
 
-def address(array: np.ndarray | None) -> int | None:
-    return None if array is None else array.ctypes.data
-
-
 def check_in_child(work: Callable[..., None], *given: object) -> None:
     """Run `work` in a process of its own: an access outside an array ends it by a signal."""
     child = multiprocessing.get_context("fork").Process(target=work, args=given)

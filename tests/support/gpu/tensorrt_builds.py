@@ -26,28 +26,23 @@ class RecordedTensorRt:
     """The real module under TensorRT's name. `networks`, `configs` and `profiles` are what its builders made."""
 
     def __init__(self, version: str = VERSION) -> None:
-        real: Any = real_tensorrt()
-        recorded = self
+        self.real = real = real_tensorrt()
         self.networks: list[Any] = []
         self.configs: list[Any] = []
         self.profiles: list[Any] = []
 
-        class Builder(real.Builder):  # type: ignore[misc]
-            def create_network(self, flags: int) -> Any:
-                recorded.networks.append(super().create_network(flags))
-                return recorded.networks[-1]
+        def recording(method: str, made: list[Any]) -> Any:
+            def create(builder: Any, *arguments: Any) -> Any:
+                made.append(getattr(real.Builder, method)(builder, *arguments))
+                return made[-1]
 
-            def create_builder_config(self) -> Any:
-                recorded.configs.append(super().create_builder_config())
-                return recorded.configs[-1]
+            return create
 
-            def create_optimization_profile(self) -> Any:
-                recorded.profiles.append(super().create_optimization_profile())
-                return recorded.profiles[-1]
-
-        self.real = real
+        made = {"network": self.networks, "builder_config": self.configs, "optimization_profile": self.profiles}
+        methods = {f"create_{kind}": recording(f"create_{kind}", things) for kind, things in made.items()}
+        builder = type("Builder", (real.Builder,), methods)
         self.module: Any = ModuleType("tensorrt")
-        stand_in = {"__getattr__": lambda name: getattr(real, name), "__version__": version, "Builder": Builder}
+        stand_in = {"__getattr__": lambda name: getattr(real, name), "__version__": version, "Builder": builder}
         vars(self.module).update(stand_in)
 
     def shapes(self, network: int, profile: int) -> dict[str, tuple[tuple[int, ...], ...]]:

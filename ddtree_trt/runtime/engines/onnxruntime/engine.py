@@ -13,7 +13,7 @@ from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import LogitRows, Verdict, VerifyRequest, why_inexact
 from ddtree_trt.runtime.engines.drafters import SlotCalls, make_drafter
-from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, Pass
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
@@ -36,7 +36,8 @@ class OrtEngine(SlotCalls):
         graph, taps = directory / artifact.TARGET_GRAPH, len(manifest.drafting.tap_layers)
         self.target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
         self.drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
-        self._last_pass: dict[int, tuple[VerifyRequest, Pass]] = {}  # by slot
+        # By slot, with its tapped states [T, M·H].
+        self._last_pass: dict[int, tuple[VerifyRequest, NDArray[np.float32] | None]] = {}
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         (verdict,) = self.verify([VerifyRequest(slot, token_chain(token_ids), rows=rows)])
@@ -45,16 +46,16 @@ class OrtEngine(SlotCalls):
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         outputs = self.target.extend_all(requests)
-        self._last_pass = {each[0].slot: each for each in zip(requests, outputs, strict=True)}
-        return [Verdict(output.choices, output.logits) for output in outputs]
+        self._last_pass = {r.slot: (r, states) for r, (_, states) in zip(requests, outputs, strict=True)}
+        return [verdict for verdict, _ in outputs]
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if slot not in self._last_pass:
             raise EngineError(f"slot {slot} was not in the last pass, so there is nothing to commit; verify it again")
-        request, output = self._last_pass.pop(slot)
+        request, states = self._last_pass.pop(slot)
         if taps:
             kept = slice(len(path)) if path[-1] == len(path) - 1 else path  # a slice is copied faster than by indices
-            states = None if output.taps is None else output.taps[kept]
+            states = None if states is None else states[kept]
             self.drafter.append_context(slot, request.tree.token_ids[kept], states)
         self.target.cache.compact(slot, path, prompt_ends=request.rows == "last")
 

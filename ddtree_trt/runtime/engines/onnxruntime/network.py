@@ -17,7 +17,7 @@ from ddtree_trt.artifact.manifest import Limits, Manifest, cpu_cache_bytes, cpu_
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.passes import SlotLengths, Snapshots
 
 
@@ -191,15 +191,6 @@ class OrtNetwork:
             raise EngineError(f"ONNX Runtime failed: {error}") from error
 
 
-@dataclass(frozen=True)
-class Pass:
-    """The results of a pass over a tree of T rows, of which R are asked for, until the next pass."""
-
-    choices: NDArray[np.int64]  # [R]
-    logits: NDArray[np.float32]  # [R, V]
-    taps: NDArray[np.float32] | None  # [T, M·H]; None for a network without tapped layers
-
-
 class OrtLanguageModel(OrtNetwork):
     """A network with the target's graph: trees of tokens in, logits out."""
 
@@ -211,13 +202,14 @@ class OrtLanguageModel(OrtNetwork):
 
     def extend(self, chains: Sequence[VerifyRequest]) -> list[NDArray[np.float32]]:
         """See `drafters.LanguageModel`."""
-        passes = self.extend_all(chains)
+        verdicts = [verdict for verdict, _ in self.extend_all(chains)]
         for chain in chains:
             self.cache.append(chain.slot, len(chain.tree))
-        return [each.logits[-1] for each in passes]
+        return [verdict.logits[-1] for verdict in verdicts]
 
-    def extend_all(self, requests: Sequence[VerifyRequest]) -> list[Pass]:
-        """Write trees behind the committed rows of distinct slots, in one pass."""
+    def extend_all(self, requests: Sequence[VerifyRequest]) -> list[tuple[Verdict, NDArray[np.float32] | None]]:
+        """Write trees of T rows behind the committed ones of distinct slots, in one pass: of each the rows asked for,
+        and tapped states [T, M·H]; None for a network without tapped layers."""
         take, sizes = self.buffers.take, [len(r.tree) for r in requests]
         starts = [0, *accumulate(sizes)]
         token_ids = take(names.TOKEN_IDS, (1, starts[-1]), np.int64)
@@ -236,4 +228,4 @@ class OrtLanguageModel(OrtNetwork):
         self.run(placed, {names.TOKEN_IDS: token_ids, names.ROWS: rows}, outputs, parents)
         choices, own = logits.argmax(-1), [0, *accumulate(counts)]
         parts = zip(map(slice, own, own[1:]), map(slice, starts, starts[1:]), strict=True)
-        return [Pass(choices[rows], logits[rows], None if taps is None else taps[0, every]) for rows, every in parts]
+        return [(Verdict(choices[r], logits[r]), None if taps is None else taps[0, every]) for r, every in parts]

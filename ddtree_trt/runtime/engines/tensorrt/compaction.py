@@ -33,14 +33,9 @@ class Compaction:
         self._advances = names.TAKEN in io_tensors(network.engine)  # whether a commit has to advance states
 
     def move(
-        self,
-        slot: int,
-        past: int,
-        path: NDArray[np.int32],
-        first: int,
-        states: int | None,
+        self, slot: int, past: int, path: NDArray[np.int32], first: int, states: int | None,
         cuts: Mapping[int, Callable[[], None]] = MappingProxyType({}),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise, one by one, rows
         path[j] of the tree's tapped states, at the address `states`, to j. `path` rises. A hybrid's states advance by
         these rows of the pass, from `first` on, and what `cuts` says is done when it has so many of them."""

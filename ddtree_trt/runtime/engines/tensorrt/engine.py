@@ -29,7 +29,7 @@ from ddtree_trt.runtime.engines.passes import closed_on_failure, make_single_pas
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, DeltaStates
 from ddtree_trt.runtime.engines.tensorrt.model import TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
-from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
+from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
@@ -94,7 +94,7 @@ class TrtEngine(SlotCalls):
         """Load an engine directory whose digests were checked. Raises MissingDependency for what is not installed,
         ArtifactError for an engine of another toolchain, plugin or GPU, and EngineError when CUDA or TensorRT fails or
         the GPU's memory is too small."""
-        loaded = load_plans(directory, manifest)
+        loaded = Loaded(directory, manifest)
         with closed_on_failure(loaded):
             return cls(manifest, loaded)
 
@@ -143,9 +143,7 @@ class TrtEngine(SlotCalls):
             slots = max(1, min(self.limits.max_batch, MOST_CAPTURED // len(self.buckets)))
         for slot in range(self.limits.max_batch):
             self._compaction.warm_up(slot)
-        # The passes of a drafter without taps are captured at its first draft.
-        reads_states = bool(self.manifest.drafting.tap_layers)
-        drafts = partial(self.drafter.warm_up, budget=self.limits.max_tree_budget) if reads_states else None
+        drafts = partial(self.drafter.warm_up, budget=self.limits.max_tree_budget)
         make_single_passes(self, self.buckets, drafts, progress, slots=slots)
         if self._loaded.kernel_cache is not None:
             self._loaded.kernel_cache.store()

@@ -5,8 +5,7 @@ captured, and one per captured graph, because a change of a context's shapes cha
 (TensorRT's guide, on CUDA graphs; github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs is bounded.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,30 +14,20 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape
-from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.cuda_device import Upload
 from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
 Shape = tuple[int, ...]
-
-
-@dataclass
-class Shared:
-    """Resources shared by the networks of an engine directory."""
-
-    log: Any  # its log: `words()` returns TensorRT's latest errors as one text, `clear()` forgets them
-    device: Device
-    workspace: tuple[int, int]  # address, bytes
-    # (ICudaEngine, whether its passes will be captured) → an execution context without memory, or None
-    make_context: Callable[[Any, bool], Any]
 
 
 class TrtNetwork:
     """Runs passes. The caller gives the addresses of inputs and outputs, equal ones for equal keys."""
 
     def __init__(
-        self, name: str, engine: Any, shared: Shared, tables: Mapping[str, int], dims: TransformerDims,
+        self, name: str, engine: Any, shared: Loaded, tables: Mapping[str, int], dims: TransformerDims,
         cache: CacheShape, cache_address: int, states: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """`engine` is an ICudaEngine, `tables` the addresses of its tables by input, `cache` the shape of its cache at

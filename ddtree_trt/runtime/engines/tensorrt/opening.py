@@ -5,8 +5,6 @@ TensorRT for RTX for those it was built for."""
 
 import logging
 import mmap
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +33,11 @@ from ddtree_trt.device.libraries import (
     load_plugins,
     make_log,
 )
-from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.passes import closed_on_failure
-from ddtree_trt.runtime.engines.tensorrt.network import Shared
 
 _log = logging.getLogger("ddtree_trt.tensorrt")
 
@@ -163,28 +159,55 @@ class KernelCache:
             _log.warning("%s cannot be written (%s): kernels are compiled at every start", self._path, reason)
 
 
-_BUFFERS = {
-    names.EMBEDDING: buffers.EMBEDDING,
-    names.HEAD: buffers.HEAD,
-    names.DRAFTER + names.EMBEDDING: buffers.DRAFTER_EMBEDDING,
-    names.DRAFTER + names.HEAD: buffers.DRAFTER_HEAD,
-}
-
-
-@dataclass
-class Loaded(Shared):
+class Loaded:
     """The deserialised engines, and one block of device memory for all other data."""
 
-    target: Any  # ICudaEngine
-    drafter: Any
-    compaction: Any
-    runtime: Any  # must outlive all of them
-    kernel_cache: KernelCache | None  # of TensorRT for RTX
-    layout: Layout
-    addresses: Mapping[str, int]  # buffer → address
-    candidates: int  # K of a block drafter; 0 of any other
-    target_tables: Mapping[str, int]  # input → address
-    drafter_tables: Mapping[str, int]
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
+        trt, cuda, plugin_library = check_machine(directory, manifest)
+        self.device = Device(cuda)
+        with closed_on_failure(self.device):
+            self._load(directory, manifest, trt, plugin_library)
+
+    def _load(self, directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None) -> None:
+        stored, device = _read_tables(directory, manifest), self.device
+        plans = artifact.TARGET_PLAN, artifact.DRAFTER_PLAN, artifact.COMPACTION_PLAN
+        dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
+        plan = partial(tensorrt_buffers, *dims, manifest.limits, value_bytes)
+        plan_bytes = sum(manifest.files[name].size for name in plans)
+        _check_memory(directory, manifest, device, plan_bytes, Layout.of(plan()).total_bytes)
+        self.log = make_log(trt, _log)
+        if plugin_library is not None:
+            load_plugins(trt, self.log, plugin_library, EngineError)
+        runtime = trt.Runtime(self.log)
+        engines = [_deserialise(runtime, self.log, directory / name, manifest) for name in plans]
+        self.target, self.drafter, self.compaction = engines  # ICudaEngine each
+        self.runtime = runtime  # must outlive all of them
+        shape = self.drafter.get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else (0,)
+        self.candidates = int(shape[-1])  # K of a block drafter; 0 of any other
+        workspace = max(int(engine.device_memory_size_v2) for engine in engines)
+        self.layout = layout = Layout.of(plan(candidates=self.candidates, workspace_bytes=workspace))
+        _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
+        base = device.allocate(layout.total_bytes)
+        self.addresses = addresses = {name: base + offset for name, offset in layout.offsets.items()}
+        self.workspace = addresses[buffers.WORKSPACE], workspace
+        # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An
+        # idle slot of a pass writes rows of what is in the buffer for context.
+        for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
+            if cleared in addresses:
+                device.clear(addresses[cleared], layout.sizes[cleared])
+        self.target_tables = tables = {name: addresses[name] for name in stored}  # input → address
+        for name, table in stored.items():
+            _upload(table, device, tables[name], single=name.endswith(names.HEAD))
+        own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
+        self.drafter_tables = {**tables, **own}
+        self.kernel_cache: KernelCache | None = None  # of TensorRT for RTX
+        without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        # (ICudaEngine, whether its passes will be captured) → an execution context without memory, or None
+        self.make_context: Any = lambda engine, captured: engine.create_execution_context(without_memory)
+        if BACKENDS[manifest.backend].portable:
+            self.kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE)
+            self.make_context = self.kernel_cache.make_context
 
     def close(self) -> None:
         """Release everything, graphs included. Contexts must have been released before."""
@@ -195,73 +218,13 @@ class Loaded(Shared):
         self.device.close()
 
 
-def load_plans(directory: Path, manifest: Manifest) -> Loaded:
-    """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
-    trt, cuda, plugin_library = check_machine(directory, manifest)
-    device = Device(cuda)
-    with closed_on_failure(device):
-        return _load(directory, manifest, trt, plugin_library, device)
-
-
-def _load(directory: Path, manifest: Manifest, trt: Any, plugin_library: Path | None, device: Device) -> Loaded:
-    stored = _read_tables(directory, manifest)
-    plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN, "compaction": artifact.COMPACTION_PLAN}
-    sizes = sum(manifest.files[name].size for name in plans.values())
-    dims, value_bytes = (manifest.target_dims, manifest.drafter_dims), PRECISIONS[manifest.precision].value_bytes
-    plan = partial(tensorrt_buffers, *dims, manifest.limits, value_bytes)
-    _check_memory(directory, manifest, device, sizes, Layout.of(plan()).total_bytes)
-    log = make_log(trt, _log)
-    if plugin_library is not None:
-        load_plugins(trt, log, plugin_library, EngineError)
-    runtime = trt.Runtime(log)
-    engines = {name: _deserialise(runtime, log, directory / file, manifest) for name, file in plans.items()}
-    shape = engines["drafter"].get_tensor_shape(names.CANDIDATES) if manifest.drafting.block_size else (0,)
-    candidates = int(shape[-1])
-    workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
-    layout = Layout.of(plan(candidates=candidates, workspace_bytes=workspace))
-    _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
-    base = device.allocate(layout.total_bytes)
-    addresses = {name: base + offset for name, offset in layout.offsets.items()}
-    # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
-    # slot of a pass writes rows of what is in the buffer for context.
-    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT, buffers.TARGET_STATES, buffers.KEPT):
-        if cleared in addresses:
-            device.clear(addresses[cleared], layout.sizes[cleared])
-    tables = {name: addresses[_BUFFERS[name]] for name in stored}
-    for name, table in stored.items():
-        _upload(table, device, tables[name], single=name.endswith(names.HEAD))
-    portable = BACKENDS[manifest.backend].portable
-    kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if portable else None
-    without_memory = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-
-    def make_context(engine: Any, captured: bool) -> Any:
-        return engine.create_execution_context(without_memory)
-
-    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    return Loaded(
-        **engines,
-        log=log,
-        device=device,
-        workspace=(addresses[buffers.WORKSPACE], workspace),
-        make_context=make_context if kernel_cache is None else kernel_cache.make_context,
-        runtime=runtime,
-        kernel_cache=kernel_cache,
-        layout=layout,
-        addresses=addresses,
-        candidates=candidates,
-        target_tables=tables,
-        drafter_tables={**tables, **own},
-    )
-
-
 def _read_tables(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """The tables of shared.safetensors [V, H] by the names by which passes read them; an absent head is tied."""
     path, rebuild = directory / artifact.SHARED_WEIGHTS, f"rebuild with: {rebuild_command(directory, manifest)}"
-    stored = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-    parts, tables = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}, dict[str, StoredTensor]()
+    stored, tables = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild)), {}
     for prefix, dims in {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}.items():
         for part in kind_of(dims).own_tables:
-            name = prefix + parts[part.name]
+            name = prefix + buffers.TABLES[part.name]
             tables[name] = stored[name if name in stored else prefix + names.EMBEDDING]
     return tables
 

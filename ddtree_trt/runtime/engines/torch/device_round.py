@@ -32,20 +32,18 @@ class HostOps:
     def build_tree(
         self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
         token_ids: Tensor, parents: Tensor, depths: Tensor, positions: Tensor, counts: Tensor,
-        log_weights: Tensor | None = None, outlook_depths: Tensor | None = None,
+        log_weights: Tensor, outlook_depths: Tensor,
     ) -> None:  # fmt: skip
         """Trees of log_probs [N, L, K] into the int32 tensors [N, T], and their sizes, root included, into counts. Of
         the first O nodes of a larger tree, root not counted, the log-weights float32 and depths int32 [N, O]; −inf and
         0 where there is none, as with a budget of 0."""
-        outlook = 0 if log_weights is None else log_weights.shape[1]
+        outlook = log_weights.shape[1]
         for n, budget in enumerate(budgets.tolist()):
             grown = build_tree(log_probs[n].numpy(), candidates[n].numpy(), max(budget, outlook) if budget else 0)
-            if log_weights is not None and outlook_depths is not None:
-                seen = grown.cut(outlook)
-                log_weights[n], outlook_depths[n] = -torch.inf, 0
-                log_weights[n, : len(seen)] = torch.from_numpy(seen.log_weights)
-                outlook_depths[n, : len(seen)] = torch.from_numpy(seen.depths)
-            tree = grown.cut(budget)
+            seen, tree = grown.cut(outlook), grown.cut(budget)
+            log_weights[n], outlook_depths[n] = -torch.inf, 0
+            log_weights[n, : len(seen)] = torch.from_numpy(seen.log_weights)
+            outlook_depths[n, : len(seen)] = torch.from_numpy(seen.depths)
             size = 1 + len(tree)
             token_ids[n], parents[n], depths[n] = root_tokens[n], -1, 0
             token_ids[n, 1:size] = torch.from_numpy(tree.token_ids)
@@ -116,10 +114,13 @@ class BlockOnDevice(Drafter):
         """Process the waiting states and draft behind them, for int32 [N] each: of the first `reach` positions, P,
         log-probabilities [N, P, K], falling, and the candidates int32 [N, P, K]. Nothing where P is 0."""
 
-    @abstractmethod
     def advance(self, slot: int, held: int, *, absorbed: bool) -> None:
         """Count a round that ran on the device: it processed the states that waited, if `absorbed`, and left so many
         others in the buffer."""
+        if absorbed:
+            self.cache.append(slot, self.counts[slot])
+            self.counts[slot] = 0
+        self.counts[slot] += held
 
 
 # Columns of int32.
@@ -206,10 +207,11 @@ class RoundPasses:
         ops.build_tree(*drafted, bonus_tokens, told[BUDGET], past, *tree)
         mask = slots.new_empty(count, tokens, mask_words(tokens))
         ops.packed_mask(parents, mask)
-        hidden, tapped = target.network.forward(token_ids, positions, Place(slots, past, mask), MaskMode.TREE)
+        network = target.network
+        hidden, tapped = network.forward(token_ids, positions, Place(slots, past, mask), MaskMode.TREE)
         assert tapped is not None, "a target built for a block drafter taps its states"
         draws = Draws(positions, columns.temperatures[:count], columns.seeds[:count])
-        target.network.choose(hidden, draws, choices, target.logits, ops.choose)
+        network.product.choose(hidden.flatten(0, 1), network.head, draws, choices, target.logits, ops.choose)
         result = self.results[: count * self.width(tokens)].view(count, -1)
         ops.commit(
             parents, token_ids, choices, counts, log_weights, outlook_depths, slots, told[HOLDS], told[ACTIVE], state,

@@ -44,6 +44,7 @@ from ddtree_trt.runtime.engines.torch.weights import (
     use_float32_sums,
 )
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
+from ddtree_trt.runtime.tree import token_chain
 
 
 class TorchEngine(SlotCalls):
@@ -126,12 +127,11 @@ class TorchEngine(SlotCalls):
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         self._leave_rounds([slot])
-        size = len(token_ids)
-        hidden = self.target.prefill(slot, token_ids, prompt_ends=rows == "last")
+        request = VerifyRequest(slot, token_chain(token_ids), rows=rows)
+        hidden = self.target.prefill(request)
         # First the commit: what the drafter takes in of the prompt is on the stream before the host waits.
-        self.commit(slot, np.arange(size, dtype=np.int32), taps=taps)
-        first = {"all": 0, "last": size - 1, "none": size}[rows]
-        return self.target.verdict(hidden[first:])
+        self.commit(slot, np.arange(len(token_ids), dtype=np.int32), taps=taps)
+        return self.target.verdict(hidden[request.first_row :])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self._leave_rounds(r.slot for r in requests)
@@ -158,8 +158,7 @@ class TorchEngine(SlotCalls):
             return
         budget = self.limits.max_tree_budget
         largest = self.target.bucket(1 + budget)
-        # The passes of a drafter without taps are captured at its first draft.
-        drafts = partial(self.drafter.warm_up, budget=budget) if self.manifest.drafting.tap_layers else None
+        drafts = partial(self.drafter.warm_up, budget=budget)
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts, progress)
         if self.rounds is not None:
             self.rounds.warm_up(progress)

@@ -2,6 +2,7 @@
 the same objects are plain memory and plain calls."""
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ _ALIGN = 4  # int32 values: the kernels ask for multiples of 16 bytes
 class Upload:
     """Control data of one stage: int32 arrays that are uploaded in one copy, always to the same addresses."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        """`size`: most values of one copy, see `Upload.size`."""
+    def __init__(self, device: torch.device, *shapes: Sequence[int]) -> None:
+        """`shapes`: of the largest arrays of one copy, each of which begins at an aligned address."""
+        size = sum(-(-math.prod(shape) // _ALIGN) * _ALIGN for shape in shapes)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
@@ -37,11 +39,6 @@ class Upload:
         if self._sent is not None:
             self._sent.record()
         return views
-
-    @staticmethod
-    def size(*shapes: Sequence[int]) -> int:
-        """Number of values that arrays of these shapes take, with the gaps that align them."""
-        return sum(-(-int(np.prod(shape)) // _ALIGN) * _ALIGN for shape in shapes)
 
 
 class Download:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,12 +20,13 @@ from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models import decoder
 from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Experts, Part, TransformerDims, decoder_layers
 from ddtree_trt.plugins import MaskMode
+from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.torch.attention import Attention, DeviceCache, Place
 from ddtree_trt.runtime.engines.torch.delta import Ancestors, delta_net
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
-from ddtree_trt.runtime.engines.torch.products import PYTORCH, Draws, FixedOrder, Normed, Products, ready_head
+from ddtree_trt.runtime.engines.torch.products import PYTORCH, FixedOrder, Normed, Products, ready_head
 
 Weights = Mapping[str, Any]  # tensors; matrices of products may be `Scaled`
 Layer = decoder.Layer[Tensor]  # `Weights` says which may be no tensors
@@ -36,16 +39,9 @@ class Decoder:
     """The layers of one network, with their cache and rotary tables."""
 
     def __init__(
-        self,
-        dims: TransformerDims,
-        weights: Weights,
-        prefix: str,
-        cache: DeviceCache,
-        attention: Attention,
-        around: Around | None = None,
-        shard: Shard = ALONE,
-        products: Products = PYTORCH,
-    ) -> None:
+        self, dims: TransformerDims, weights: Weights, prefix: str, cache: DeviceCache, attention: Attention,
+        around: Around | None = None, shard: Shard = ALONE, products: Products = PYTORCH,
+    ) -> None:  # fmt: skip
         """`dims` and weights are those of the shard. `around` is called in the place of each sublayer."""
         self._shard = shard
         self._product = products
@@ -58,8 +54,7 @@ class Decoder:
         self.norm = weights[f"{prefix}norm"]
         norms = [self.norm, *(norm for each in self.layers for norm in (each.input_norm, each.post_norm))]
         plain = dims.experts is None and dims.delta is None and around is None and shard.size == 1
-        adding = plain and isinstance(products, FixedOrder) and products.adds(norms)
-        self._adding = products if adding and isinstance(products, FixedOrder) else None
+        self._adding = products if plain and isinstance(products, FixedOrder) and products.adds(norms) else None
         self.tables = rotary_tables(dims, cache.rows, cache.slab.device)
         self.scale = dims.head_dim**-0.5
 
@@ -79,13 +74,7 @@ class Decoder:
             query, gates, *others = projected.split(d.projected_widths, -1)
             projected = torch.cat((query, *others), -1)
         q, k, v = self.math.split_qkv(
-            projected,
-            layer.q_norm,
-            layer.k_norm,
-            self.tables,
-            positions,
-            d.rms_norm_eps,
-            (d.num_heads, d.num_kv_heads),
+            projected, layer.q_norm, layer.k_norm, self.tables, positions, d.rms_norm_eps, (d.num_heads, d.num_kv_heads)
         )
         seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window).flatten(2)
         return seen if gates is None else seen * gates.sigmoid()
@@ -114,14 +103,9 @@ class Decoder:
         return self._shard.all_reduce(self._product(inner, layer.down))
 
     def run(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        place: Place,
-        mode: MaskMode,
-        taps: tuple[int, ...] = (),
+        self, x: Tensor, positions: Tensor, place: Place, mode: MaskMode, taps: tuple[int, ...] = (),
         masks: Sequence[BlockMask] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Rows x [N, T, H] at positions int32 [N, T] through all layers: the normed hidden states [N, T, H] and the
         tapped layers' outputs. `masks`, where given, replace the mode, one for each layer."""
         eps, tapped = self.dims.rms_norm_eps, []
@@ -196,16 +180,9 @@ class LanguageModel:
     """A target, or an autoregressive drafter: tokens in, logits and tapped states out."""
 
     def __init__(
-        self,
-        dims: TransformerDims,
-        weights: Weights,
-        prefix: str,
-        cache: DeviceCache,
-        attention: Attention,
-        taps: tuple[int, ...] = (),
-        shard: Shard = ALONE,
-        products: Products = PYTORCH,
-    ) -> None:
+        self, dims: TransformerDims, weights: Weights, prefix: str, cache: DeviceCache, attention: Attention,
+        taps: tuple[int, ...] = (), shard: Shard = ALONE, products: Products = PYTORCH,
+    ) -> None:  # fmt: skip
         """`dims` and weights are those of the shard, apart from `vocab_size`."""
         self.dims = dims
         self.cache = cache
@@ -232,11 +209,14 @@ class LanguageModel:
         """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
         return self.product.logits(hidden, self.head, out)
 
-    def choose(
-        self, hidden: Tensor, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
-    ) -> None:
-        """The tokens behind hidden states [N, T, H] into choices int32 [N, T]; the rest as `Products.choose`."""
-        self.product.choose(hidden.flatten(0, 1), self.head, draws, choices, logits, operator)
+    def extend(self, chains: Sequence[VerifyRequest]) -> list[NDArray[np.float32]]:
+        """See `drafters.LanguageModel`. Passes are padded to the longest chain."""
+        place, ids, positions = self.cache.place(chains)
+        hidden, _ = self.forward(ids, positions, place, MaskMode.TREE)
+        logits = self.logits(torch.stack([h[len(c.tree) - 1] for h, c in zip(hidden, chains, strict=True)]))
+        for chain in chains:
+            self.cache.append(chain.slot, len(chain.tree))
+        return list(logits.cpu().numpy())
 
 
 @dataclass(frozen=True)

@@ -52,15 +52,9 @@ class Pointwise:
         return total, normed
 
     def split_qkv(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        tables: Tensor,
-        positions: Tensor,
-        eps: float,
+        self, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, tables: Tensor, positions: Tensor, eps: float,
         heads: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Queries [N, T, Hq, D], keys and values [N, T, Hkv, D], contiguous, of the fused projection's output
         [N, T, (Hq + 2·Hkv)·D]: heads normed where there are norms [D], queries and keys rotated. `heads`: Hq, Hkv."""
         query_heads, kv_heads = heads

@@ -168,10 +168,10 @@ class FixedOrder(Products):
         self._one_height: set[torch.Size] = set()  # of weights whose products all have tiles of 64 rows
 
     def __call__(self, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return self._run(x, weight, bias, _empty(x, len(weight)))
+        return self._run(x, weight, bias)
 
     def swiglu(self, x: Tensor | Normed, weight: Weight, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._run(x, weight, None, _empty(x, len(weight) // 2), gated=True)
+        return self._run(x, weight, gated=True)
 
     @staticmethod
     def adds(norms: Iterable[Tensor]) -> bool:
@@ -182,34 +182,33 @@ class FixedOrder(Products):
         """Rows `onto` [N, T, H] plus the product of rows x [N, T, K], and their norm, whose weight [H] is `norm`."""
         out, unscaled = torch.empty_like(onto), torch.empty_like(onto)
         squares = onto.new_empty(*onto.shape[:-1], onto.shape[-1] // _GROUP, dtype=torch.float32)
-        self._run(x, weight, None, out, onto=(onto, norm, unscaled, squares))
+        self._run(x, weight, out=out, onto=(onto, norm, unscaled, squares))
         return out, Normed(unscaled, squares, epsilon)
 
     def logits(self, hidden: Tensor, head: Weight, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(len(hidden), len(head), device=hidden.device)
-        return self._run(hidden if isinstance(head, Scaled) else hidden.to(head.dtype), head, None, out)
+        return self._run(hidden if isinstance(head, Scaled) else hidden.to(head.dtype), head, out=out)
 
     def choose(
         self, hidden: Tensor, head: Weight, draws: Draws, choices: Tensor, logits: Tensor, operator: Callable[..., None]
     ) -> None:
         if self._choose is None:
             super().choose(hidden, head, draws, choices, logits, operator)
-        else:
-            self._pick(self._choose, hidden, head, draws, choices)
-
-    def _pick(self, choose: Callable[..., None], hidden: Tensor, head: Weight, draws: Draws, choices: Tensor) -> None:
+            return
         values, scales = _parts(head)
         hidden = hidden if isinstance(head, Scaled) else hidden.to(head.dtype)
         tile = self._tile(min(len(hidden), _CHOICE_ROWS), head)
-        choose(hidden, values, scales, draws, choices, tile, pdl=self._pdl)
+        self._choose(hidden, values, scales, draws, choices, tile, pdl=self._pdl)
 
     def _run(
-        self, x: Tensor | Normed, weight: Weight, bias: Tensor | None, out: Tensor, *, gated: bool = False,
-        onto: tuple[Tensor, ...] | None = None,
+        self, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None,
+        gated: bool = False, onto: tuple[Tensor, ...] | None = None,
     ) -> Tensor:  # fmt: skip
         x, scaled = (x.unscaled, x[1:]) if isinstance(x, Normed) else (x, None)
         rows, (values, scales) = x.reshape(-1, x.shape[-1]), _parts(weight)
+        if out is None:
+            out = x.new_empty(*x.shape[:-1], len(weight) // (1 + gated))
         kind = {"gated": gated, "scaled": scaled, "onto": onto, "pdl": self._pdl}
         if len(rows):
             self._launch(rows, values, scales, bias, out, self._tile(len(rows), weight), **kind)
@@ -225,32 +224,28 @@ class FixedOrder(Products):
         if self._equal(name, weight):
             return True
         self._one_height.add(weight.shape)
-        _logger.warning(
-            "products with weights %s have other bits in other tiles here: all are made in tiles of 64 rows, which "
-            "makes passes over few rows slower",
-            list(weight.shape),
-        )
+        problem = "products with weights %s have other bits in other tiles here: all are made in tiles of 64 rows"
+        _logger.warning(f"{problem}, which makes passes over few rows slower", list(weight.shape))
         return self._equal(name, weight)
 
     def _equal(self, name: str, weight: Weight) -> bool:
         """Compare products of three rows again and again, one below the other."""
         three = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
         three = three.to(weight.values.device, torch.bfloat16) if isinstance(weight, Scaled) else three.to(weight)
-        expected = self._made(name, weight, three)
+        expected = self._made(name.rpartition(".")[2], weight, three)
         for rows in _CHECKED:
             number = torch.arange(rows, device=three.device) % 3
-            found = self._made(name, weight, three[number])
+            found = self._made(name.rpartition(".")[2], weight, three[number])
             if not all(torch.equal(x, y[number]) for x, y in zip(found, expected, strict=True)):
                 return False
-            table = name.endswith(_TABLES)
-            if table and self._choose is not None and not self._chooses(self._choose, three[number], weight, found[0]):
+            if self._choose and name.endswith(_TABLES) and not self._chooses(three[number], weight, found[0]):
                 self._choose = None
                 _logger.warning("a head's product does not choose the largest of its logits here: they are written")
         return True
 
     def _made(self, name: str, weight: Weight, x: Tensor) -> list[Tensor]:
-        """What passes make of rows x [R, K] with a weight of that name."""
-        if name.endswith(_TABLES):
+        """What passes make of rows x [R, K] with a weight whose name ends so."""
+        if name in _TABLES:
             return [self.logits(x, weight)]
         make = partial(self.swiglu, swiglu=F.silu) if name.endswith("gate_up") else self
         made = [make(x, weight)]
@@ -259,22 +254,17 @@ class FixedOrder(Products):
         if name.endswith(("qkv", "gate_up")) and x.shape[1] % _GROUP == 0:
             normed = Normed(x, x.abs().unflatten(-1, (-1, _GROUP)).amax(-1).float(), 1e-6)
             made += make(normed, weight), self(normed, weight, x.new_ones(len(weight)))
-        if name.endswith((".o", ".down")) and len(weight) % _GROUP == 0:
+        if name in ("o", "down") and len(weight) % _GROUP == 0:
             out, normed = self.add(x, weight, x[:, :1].repeat(1, len(weight)), x.new_ones(len(weight)), 1e-6)
             made += out, normed.unscaled, normed.squares
         return made
 
-    def _chooses(self, choose: Callable[..., None], hidden: Tensor, head: Weight, logits: Tensor) -> bool:
+    def _chooses(self, hidden: Tensor, head: Weight, logits: Tensor) -> bool:
         """Whether `choose` takes the largest of these logits."""
         choices = torch.empty(len(hidden), 1, dtype=torch.int32, device=hidden.device)
         zeros = torch.zeros(len(hidden), device=hidden.device)
-        self._pick(choose, hidden, head, Draws(choices, zeros, zeros.long()), choices)
+        self.choose(hidden, head, Draws(choices, zeros, zeros.long()), choices, logits, self._launch)
         return torch.equal(choices[:, 0].long(), logits.argmax(-1))
-
-
-def _empty(rows: Tensor | Normed, columns: int) -> Tensor:
-    x = rows.unscaled if isinstance(rows, Normed) else rows
-    return x.new_empty(*x.shape[:-1], columns)
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:

@@ -1,14 +1,9 @@
-"""The target on a device: its network and cache, and passes over the trees of several slots.
-
-A verification on a GPU is one upload, one captured graph and one download, for which the host waits; a commit puts its
-work on the stream and waits for nothing. Rounds that stay on the device (`device_round.py`) run the same network over
-the same cache.
-"""
+"""The target on a device: its network and cache, and passes over the trees of several slots. Rounds that stay on the
+device (`device_round.py`) run the same network over the same cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,16 +29,6 @@ from ddtree_trt.runtime.tree import token_chain
 _ALL = slice(None)
 
 
-@dataclass(frozen=True)
-class _LastPass:
-    """A slot's last pass."""
-
-    token_ids: NDArray[np.int64]  # [T]
-    taps: Tensor | None  # [T, M·H] on the device
-    first: int  # its first row, of all rows of the pass
-    prompt_ends: bool = False  # with the last of the tokens
-
-
 class TargetPass:
     """The target's network, cache, buffers and passes, used by the engine and by its rounds on the device.
 
@@ -52,15 +37,9 @@ class TargetPass:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        weights: Weights,
-        taps: tuple[int, ...],
-        attention: Attention,
-        device: torch.device,
-        shard: Shard = ALONE,
-        products: Products = PYTORCH,
-    ) -> None:
+        self, manifest: Manifest, weights: Weights, taps: tuple[int, ...], attention: Attention, device: torch.device,
+        shard: Shard = ALONE, products: Products = PYTORCH,
+    ) -> None:  # fmt: skip
         """`weights` by the names of `weight_layout`; `taps`: the layers whose outputs are the drafter's input."""
         limits, dims, dtype = manifest.limits, manifest.target_dims, DTYPES[manifest.precision]
         slots, tokens = limits.max_batch, limits.max_tokens_per_pass
@@ -88,11 +67,12 @@ class TargetPass:
         self._begin(self._kept, 0)
         self._taps = torch.empty(rows, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))
-        self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 3, mask), device)
+        self._control = Upload(device, (slots,), (slots,), *[(slots, tokens)] * 3, mask)
         # One for each slot, so that the commits of a round need no wait between them.
-        self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
+        self._commits = [Upload(device, (1,), (1,), (1,), (tokens,)) for _ in range(slots)]
         self._choices = Download(rows, device)
-        self._last_passes: dict[int, _LastPass] = {}  # by slot
+        # By slot, with its tapped states [T, M·H] on the device, and its first row of all in the pass.
+        self._last_pass: dict[int, tuple[VerifyRequest, Tensor | None, int]] = {}
 
     def bucket(self, tokens: int) -> int:
         """The T of a pass with `tokens` real rows. Raises EngineError when it would be longer than the largest
@@ -102,14 +82,14 @@ class TargetPass:
                 return size
         raise EngineError(f"a pass of {tokens} tokens is longer than the {self.buckets[-1]} this engine was made for")
 
-    def prefill(self, slot: int, token_ids: NDArray[np.int64], *, prompt_ends: bool = False) -> Tensor:
-        """Append tokens [T] causally, for `commit` to keep: the network's output [T, H]. `prompt_ends`: a prompt's last
-        is among them. Not captured: a chunk's work takes longer than its launches."""
-        size = len(token_ids)
-        self._last_passes.clear()  # what a hybrid kept of earlier passes is overwritten
-        place, ids, positions = self._send([VerifyRequest(slot, token_chain(token_ids))], size, MaskMode.CAUSAL)
+    def prefill(self, request: VerifyRequest) -> Tensor:
+        """Append a chunk of a prompt [T], for `commit` to keep: the network's output [T, H]. Not captured: a chunk's
+        work takes longer than its launches."""
+        size = len(request.tree)
+        self._last_pass.clear()  # what a hybrid kept of earlier passes is overwritten
+        place, ids, positions = self._send([request], size, MaskMode.CAUSAL)
         hidden, tapped = self.network.forward(ids, positions, place, MaskMode.CAUSAL)
-        self._last_passes[slot] = _LastPass(token_ids, None if tapped is None else tapped[0, :size], 0, prompt_ends)
+        self._last_pass[request.slot] = request, None if tapped is None else tapped[0, :size], 0
         return hidden[0, :size]
 
     def verdict(self, hidden: Tensor) -> Verdict:
@@ -137,7 +117,7 @@ class TargetPass:
             if tapped is not None:
                 self._taps[:rows].copy_(tapped.flatten(0, 1))
 
-        self._last_passes.clear()  # the tapped states of earlier passes are overwritten
+        self._last_pass.clear()  # the tapped states of earlier passes are overwritten
         self.graphs.run(("verify", batch, tokens), work)
         self._begin(self._kept[:rows], rows)
         choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
@@ -145,7 +125,7 @@ class TargetPass:
         for n, request in enumerate(requests):
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.network.taps else None
-            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps, start)
+            self._last_pass[request.slot] = request, taps, start
             verdicts.append(self._judged(choices[n, :size], start))
         return verdicts
 
@@ -187,10 +167,9 @@ class TargetPass:
     def commit(self, slot: int, path: NDArray[np.int32]) -> tuple[NDArray[np.int64], Tensor | None]:
         """Keep the rows `path` [m] of the slot's last pass. Returns their token ids [m] and, where layers are tapped,
         their states [m, M·H] on the device. Raises EngineError for a slot that was not in the last pass."""
-        last = self._last_passes.pop(slot, None)
-        if last is None:
+        if slot not in self._last_pass:
             raise EngineError(f"slot {slot} was not in the last target pass: its states are gone")
-        size, states, first = len(path), last.taps, last.first
+        (request, states, first), size = self._last_pass.pop(slot), len(path)
         rows: slice | Tensor = slice(first, first + size)
         if int(path[-1]) == size - 1:
             states = None if states is None else states[:size]
@@ -199,9 +178,9 @@ class TargetPass:
             states = None if states is None else states.index_select(0, keep)
             rows = keep + first
         if self.cache.states is not None:
-            self.cache.states.commit(slot, rows, self.cache.lengths[slot], size, prompt_ends=last.prompt_ends)
+            self.cache.states.commit(slot, rows, self.cache.lengths[slot], size, prompt_ends=request.rows == "last")
         self.cache.append(slot, size)
-        return last.token_ids[path], states
+        return request.tree.token_ids[path], states
 
     def _compact(self, slot: int, path: NDArray[np.int32]) -> Tensor:
         """Move the rows of a path with gaps to the front of the cache's new rows; returns the path on the device."""

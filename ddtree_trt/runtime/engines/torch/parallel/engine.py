@@ -66,7 +66,7 @@ class ParallelEngine(SlotCalls):
         self.manifest = replace(config.manifest, toolchain=toolchain)
         self.threads, self.inexact = engine.threads, engine.inexact
         self._engine, self._group, self._workers = engine, group, workers
-        self.target, self.drafter = engine.target, engine.drafter
+        self.target, self.drafter, self.buckets = engine.target, engine.drafter, engine.buckets
         self._failure: str | None = None
         if engine.device.type == "cuda":  # gloo notices by itself
             workers.watch(group.abort)
@@ -112,10 +112,6 @@ class ParallelEngine(SlotCalls):
                 raise EngineError(f"an engine of {size} ranks could not be opened: {cause}") from error
             raise
         return cls(first, engine, group, workers)
-
-    @property
-    def buckets(self) -> Sequence[int]:
-        return self._engine.buckets
 
     def truncate(self, slot: int, length: int) -> None:
         self._call(TorchEngine.truncate, slot, length)

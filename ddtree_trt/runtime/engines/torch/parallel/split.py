@@ -78,22 +78,17 @@ class Vocabulary:
             ids = torch.empty_like(best, dtype=torch.int32)
             torch.ops.ddtree.draft_top(logits, normalised, best, ids)
             return best, ids
-        best, ids = self._topk(logits, k)
+        # The best k of all are among the best k of each rank. A rank with fewer rows fills up with what is never taken.
+        best, ids = logits.topk(here := min(k, self.rows), -1)
+        if self._shard.size > 1:
+            found = self._by_rank(F.pad(best, (0, k - here), value=-torch.inf), F.pad(ids, (0, k - here)))
+            values, tokens = (x.transpose(0, 1).flatten(1) for x in found)
+            best, order = values.topk(k, -1)
+            ids = tokens.gather(1, order)
         if not normalised:
             return best, ids
         total = logits.logsumexp(-1, keepdim=True)
         return best - (total if self._shard.size == 1 else self._shard.gather(total).logsumexp(0)), ids
-
-    def _topk(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if self._shard.size == 1:
-            return logits.topk(k, -1)
-        here = min(k, self.rows)
-        # The best k of all are among the best k of each rank. A rank with fewer rows fills up with what is never taken.
-        best, ids = logits.topk(here, -1)
-        found = self._by_rank(F.pad(best, (0, k - here), value=-torch.inf), F.pad(ids, (0, k - here)))
-        values, ids = (x.transpose(0, 1).flatten(1) for x in found)
-        values, order = values.topk(k, -1)
-        return values, ids.gather(1, order)
 
     def join(self, logits: Tensor) -> Tensor:
         """Whole rows [R, V] of the logits [R, rows] of all ranks, on every rank."""
