@@ -26,16 +26,16 @@ class BlockDrafter(Drafter):
         self._network = network
         self._dims = dims
         self._chunk = chunk
-        self._none = np.empty((0, dims.taps_width), np.float32)
-        self._pending = [self._none] * network.cache.slots  # [rows, M·H]: states that the cache does not hold yet
+        self._pending: list[list[NDArray[np.float32]]] = [[] for _ in range(network.cache.slots)]
+        self._rows = [0] * network.cache.slots  # of these, [rows, M·H] each: states that the cache does not hold yet
         self._first = [0] * network.cache.slots  # of the rows, cached or not, from which on none was left out
         self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
     def context_length(self, slot: int) -> int:
-        return self._network.cache.lengths[slot] + len(self._pending[slot])
+        return self._network.cache.lengths[slot] + self._rows[slot]
 
     def unseen(self, slot: int) -> int:
-        return len(self._pending[slot])
+        return self._rows[slot]
 
     def draftable(self, slot: int, length: int) -> int:
         known = super().draftable(slot, length)
@@ -43,33 +43,38 @@ class BlockDrafter(Drafter):
         return reached if reached < self._first[slot] else known
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
-        """Passes of a long prompt run here, so that few states wait; the next pass overwrites their blocks."""
         assert states is not None, "a target built for a block drafter taps its states"
-        pending = np.concatenate((self._pending[slot], states))
-        if self._reach and (unreached := len(pending) - self._reach) > 0:
-            pending = pending[unreached:]
-            self._network.cache.append(slot, unreached)
-            self._first[slot] = self._network.cache.lengths[slot]
-        while len(pending) > self._chunk:
-            self._pass([DraftRequest(slot, 0, 1, 1)], [pending[: self._chunk]])
-            pending = pending[self._chunk :]
-        self._pending[slot] = pending
+        pieces, cache = self._pending[slot], self._network.cache
+        pieces.append(np.array(states))
+        self._rows[slot] += len(states)
+        if self._reach and (unreached := self._rows[slot] - self._reach) > 0:
+            cache.append(slot, unreached)
+            self._rows[slot], self._first[slot] = self._reach, cache.lengths[slot]
+            while unreached >= len(pieces[0]):
+                unreached -= len(pieces.pop(0))
+            pieces[0] = pieces[0][unreached:]
 
     def truncate(self, slot: int, length: int) -> None:
-        cache = self._network.cache
+        cache, pieces = self._network.cache, self._pending[slot]
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        self._pending[slot] = self._pending[slot][: length - context]
+        if (rows := length - context) < self._rows[slot]:
+            self._pending[slot], self._rows[slot] = [np.concatenate(pieces)[:rows]] if rows else [], rows
         self._first[slot] = min(self._first[slot], length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all slots."""
+        """One pass for all slots, behind passes of long contexts that only extend their caches."""
+        pieces = []
         for request in requests:
-            if not len(self._pending[request.slot]):
+            if not self._rows[request.slot]:
                 raise EngineError(f"slot {request.slot} has no new target states to draft from")
-        outputs = self._pass(requests, [self._pending[request.slot] for request in requests])
-        for request in requests:
-            self._pending[request.slot] = self._none
+            states = np.concatenate(self._pending[request.slot])
+            self._pending[request.slot], self._rows[request.slot] = [], 0
+            last = (len(states) - 1) // self._chunk * self._chunk
+            for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
+                self._pass([request], [states[start : start + self._chunk]])
+            pieces.append(states[last:])
+        outputs = self._pass(requests, pieces)
         return [self._drafted(request, n, outputs) for n, request in enumerate(requests)]
 
     def _pass(self, requests: Sequence[DraftRequest], states: Sequence[NDArray[np.float32]]) -> dict[str, NDArray[Any]]:

@@ -413,7 +413,7 @@ def test_a_split_file(target: Path, tmp_path: Path) -> None:
     second.write_bytes(data[: len(data) // 2])
     assert f"{second.name}: " in refusal(first) and "cut short" in refusal(first)
     renamed = first.rename(tmp_path / "renamed.gguf")
-    assert f"{parts}give the first, NAME-00001-of-00003.gguf" in refusal(renamed)
+    assert f"{parts}give the first, renamed-00001-of-00003.gguf" in refusal(renamed)
 
 
 def test_without_the_gguf_package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ Headers are read, and values converted, by the `gguf` package; nothing else of o
 """
 
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,12 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.tensorfile import check_finite, mapping
+from ddtree_trt.build.sources import LocalSource
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Between, Fields, Source, shown
 
 ARCHITECTURE = "general.architecture"
 _ADVICE, _DAMAGED = "use a file that llama.cpp's converter wrote", "the file is damaged or cut short, fetch it again"
-PART = re.compile(r"(.+)-\d{5}-of-\d{5}")  # the stem of the name of a split file's part
 _PARTS = Between(0, 99_999)  # as many as their names have digits for
 _ROWS_BYTES = 4 << 20  # of stored rows that are converted at a time, which takes some ten times as much
 
@@ -74,8 +73,7 @@ def open_gguf(path: Path) -> GgufFile:
     paths: tuple[Path, ...] = (path,)
     count = metadata.integer("split.count", _PARTS, 1)
     if count > 1:
-        name = PART.fullmatch(path.stem)
-        stem = name[1] if name else "NAME"
+        stem = LocalSource(path).engine_name
         paths = tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
         missing = [part.name for part in paths if not part.is_file()]
         if path != paths[0] or missing:

@@ -215,8 +215,7 @@ def choose(
     (rows, inner), columns = x.shape, len(weight)
     height, width, depth, warps, stages = tile
     tiles = triton.cdiv(columns, width)
-    values = x.new_empty(rows, tiles, dtype=torch.float64)
-    ids = x.new_empty(rows, tiles, dtype=torch.int32)
+    values, ids = (x.new_empty(rows, tiles, dtype=kind) for kind in (torch.float64, torch.int32))
     options = {"launch_pdl": True} if pdl else {}
     _best_of_tiles[(triton.cdiv(rows, height) * tiles,)](
         x, weight, scales, *draws, values, ids, rows, choices.shape[1], columns, inner, x.stride(0), weight.stride(0),
