@@ -1,5 +1,5 @@
 """TensorRT's builder as a recording fake over the real bindings, for what the builder of TensorRT for RTX lacks: plugin
-layers, the timing cache. Everything else is tested with that one.
+layers. Everything else is tested with that one.
 
 Enums, base classes and callbacks are the real ones. The objects a builder would hand out are stand-ins that know their
 real class: an attribute it does not have raises AttributeError, a call its signature does not take raises WrongCall, so
