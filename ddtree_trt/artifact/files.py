@@ -39,8 +39,7 @@ HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P
 
 
 def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None) -> str:
-    """sha256, as hex, of a file or of several as if they were one; `report` gets the bytes read so far. Raises
-    OSError."""
+    """sha256, as hex, of a file or several as if one; `report` gets the bytes read so far. Raises OSError."""
     digest, read = hashlib.sha256(), 0
     for path in paths:
         with path.open("rb") as file:

@@ -20,8 +20,7 @@ from ddtree_trt.reading import printable
 
 
 def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
-    """The command that builds this engine again, quoted for a shell; plans of TensorRT for RTX for these kinds of GPU
-    too."""
+    """The command that builds this engine again, quoted for a shell; plans of TensorRT for RTX for `gpus`, too."""
     words = ["ddtree-trt", "build", "--target", manifest.name]
     for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
         if network.revision == LOCAL:

@@ -89,8 +89,7 @@ class TransformerDims:
 
     @property
     def projected_widths(self) -> tuple[int, ...]:
-        """Widths of what the product before attention computes: of a hybrid the gates of attention's output follow the
-        queries."""
+        """Widths of what the product before attention computes: a hybrid's gates of its output follow queries."""
         query, *others = self.qkv_widths
         return (query, query, *others) if self.delta else self.qkv_widths
 
@@ -305,8 +304,7 @@ def head(dims: TransformerDims) -> Part:
 
 
 def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part]:
-    """Every tensor of a target, or of an autoregressive drafter, in the order of our weight files; with `tied` the head
-    is the embedding."""
+    """Tensors of a target or autoregressive drafter, in our weight files' order; `tied`: the head is the embedding."""
     yield embedding(dims)
     if not tied:
         yield head(dims)

@@ -70,8 +70,7 @@ class Family:
 
     @property
     def neutral(self) -> dict[str, tuple[Any, ...] | None]:
-        """Fields of config.json that state a switch → the values that agree with it; None: it is read, or changes
-        nothing."""
+        """Fields of config.json that state a switch → values that agree with it; None: read, or changes nothing."""
         known: dict[str, Any] = {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,)}
         if self.experts:
             shared = None if SHARED_EXPERT in self.defaults else (0,)

@@ -191,8 +191,7 @@ def _experts(fields: Fields, family: Family) -> Experts:
 
 
 def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """End-of-text tokens: generation_config.json's where it names any, as in transformers, else config.json's. Both are
-    checked."""
+    """End-of-text tokens: generation_config.json's where it names any, as in transformers, else config.json's."""
     token, found = Annotated[int, Between(0, vocab_size - 1)], []
     for each in (_read(directory / GENERATION_CONFIG), fields):
         if each.has("eos_token_id"):

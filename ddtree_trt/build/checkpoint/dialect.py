@@ -113,8 +113,7 @@ class Dialect:
 
 
 def refuse_unknown(fields: Fields, table: Known) -> None:
-    """Raises the fields' error for the first entry of one object that the table does not have, or not with its
-    value."""
+    """Raises the fields' error for the first entry of an object that the table lacks, or has with another value."""
     # Known fields first, in the table's order: their messages say more than those for unknown ones.
     for name, values in table.items():
         given = fields.data.get(name)
@@ -211,8 +210,7 @@ def required(name: str, kind: Any, *places: Fields) -> Any:
 
 
 def sliding_layers(fields: Fields, family: Family, layers: int) -> list[bool]:
-    """Per layer whether it sees a window of the sequence only: as listed, or as transformers derives it where nothing
-    is listed."""
+    """Per layer whether it sees a window of the sequence only: as listed, else as transformers derives it."""
     switched = family.windowed or fields.flag("use_sliding_window", False)
     # Configurations without a window may write 0 for none.
     within = Between(1 if switched else 0, LONGEST_WINDOW)

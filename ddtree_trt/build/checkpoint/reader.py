@@ -95,8 +95,7 @@ class Checkpoint(Outline):
         return values
 
     def scales(self, name: str) -> Scales | None:
-        """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
-        less."""
+        """Scales of a quantised projection; None for another tensor. Raises CheckpointError for one of 0 or less."""
         if self.quantization is None or not self.is_quantized(name):
             return None
         return read_scales(name, self.tensors[name], self.quantization, self.quantizers)

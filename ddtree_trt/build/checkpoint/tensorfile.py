@@ -96,8 +96,7 @@ def read_bytes(name: str, tensor: StoredTensor) -> NDArray[np.uint8]:
 
 @contextmanager
 def mapping(name: str, tensor: StoredTensor) -> Iterator[None]:
-    """A block that maps a tensor's place in its file. Raises CheckpointError where the file is not as its header
-    says."""
+    """A block that maps a tensor's place in its file. Raises CheckpointError where the file belies its header."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -177,8 +177,7 @@ class Graph(ABC):
         return self.product(x, self.op("DequantizeLinear", inputs, [f"{weight}.values"], **attrs), out)
 
     def _scale(self, name: str, values: NDArray[np.float32] | np.float32) -> str:
-        """Scales in `floats`, which are what DequantizeLinear returns. Raises BuildError where that type cannot hold
-        one."""
+        """Scales in `floats`, as DequantizeLinear returns. Raises BuildError where that type cannot hold one."""
         values = np.asarray(values)
         if self.floats == "float16":
             outside = values[(values < 2.0**-14) | (values > 65504)]
@@ -247,8 +246,7 @@ class Graph(ABC):
 
     @abstractmethod
     def head(self, x: str, table: Table, out: str) -> str:
-        """Logits float32: x [R, H] times the transpose of a table [V, H], the layout the embedding has, so that both
-        can share it."""
+        """Logits float32: x [R, H] times the transpose of a table [V, H], laid out as the embedding, to share it."""
 
     @abstractmethod
     def choices(self, logits: str) -> None:

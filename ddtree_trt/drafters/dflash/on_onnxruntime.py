@@ -45,7 +45,7 @@ class BlockDrafter(Drafter):
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
         pieces, cache = self._pending[slot], self._network.cache
-        pieces.append(np.array(states))
+        pieces.append(states.copy())
         self._rows[slot] += len(states)
         if self._reach and (unreached := self._rows[slot] - self._reach) > 0:
             cache.append(slot, unreached)

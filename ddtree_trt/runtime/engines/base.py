@@ -194,8 +194,7 @@ class Engine(Protocol):
         [bonus, MASK × L]."""
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        """One target pass over each slot's tree; logits for all T nodes, or those asked for of a chunk. Nothing is
-        committed yet."""
+        """One target pass over each slot's tree; logits for all T nodes, or those asked for of a chunk."""
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""

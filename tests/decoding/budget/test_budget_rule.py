@@ -168,6 +168,39 @@ def test_requests_lose_less_where_those_before_them_have_lost() -> None:
     ), "one that gains gives the others their drafts back"
 
 
+def test_requests_side_by_side_learn_from_each_others_drafts() -> None:
+    """16 for which drafting loses lose less together than each may alone."""
+    machine, poor = MACHINES["smollm2"], [text(UNSURE, 100, seed) for seed in range(16)]
+    shared = machine.budgets(16)
+    seconds, tokens = play(machine, poor, 16, lambda: AutoBudget(shared))
+    lost = seconds / machine.verify_s([1] * 16) * 16 - tokens
+    assert lost <= 16 * 0.5 * LOSS
+
+
+def test_a_rest_outlasts_requests_that_leave_but_none_that_come() -> None:
+    """Until half have left: then a draft may pay again. Costs learn of rounds that were not planned."""
+    dear = Profile("", PassTimes(1, 64, 9.0, ((1, 1.0), (65, 2.28))))
+    shared = make_budgets(dear, 64, DEPTH)
+    slots = [SlotInput(AutoBudget(shared), 100, 200) for _ in range(5)]
+
+    def rests(those: Sequence[SlotInput]) -> bool:
+        before, plan = shared.rest, RoundPlan(those)
+        assert plan.ceilings() == [0] * len(those)
+        plan.took(0.0, 1.0, [0] * len(those))
+        return shared.rest < before
+
+    assert not rests(slots[:4])
+    assert rests(slots[:4])
+    assert rests(slots[:3])
+    assert not rests(slots[:2])
+    assert rests(slots[:2])
+    assert not rests(slots[1:3])
+    shared.costs.rounds = 0
+    while rests(slots[1:3]):
+        pass
+    assert shared.costs.rounds > 0
+
+
 @pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
 def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, unseen: int, drafts: bool) -> None:
     costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))

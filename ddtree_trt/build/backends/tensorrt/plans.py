@@ -234,8 +234,7 @@ class Network(NamedTuple):
 def write_engine(
     directory: Path, inputs: Inputs, attention: AttentionName, builder: EngineBuilder, progress: Progress
 ) -> dict[str, dict[str, list[str]]]:
-    """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs. Raises
-    BuildError."""
+    """Write every plan and the tables into `directory`: names of each plan's inputs and outputs. Raises BuildError."""
     tensors = {}
     for network in networks(inputs, attention):
         with tempfile.TemporaryDirectory(dir=directory) as folder:

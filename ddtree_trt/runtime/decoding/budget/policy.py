@@ -22,6 +22,7 @@ RECENT = 1 / 16  # least weight of the latest draft in what a request expects of
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what new requests expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
 REST = 32  # most rounds after which requests none of which may draft are weighed again: a plan takes time
+SAMPLE = 8  # of which costs learn from one in so many
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
@@ -66,7 +67,8 @@ class AutoBudgets:
         # Tokens [W] that a new request expects each of `sizes` to add to the one below it: at first all.
         self.expected: Floats = np.diff(np.minimum(self.sizes, max_depth).astype(float))
         self.purse = 0.0  # single-token passes that probes may lose
-        self.resting: list[AutoBudget] = []  # requests whose next `rest` rounds are without drafts, as was decided
+        self.rounds = 0  # that were planned
+        self.resting: set[AutoBudget] = set()  # requests whose next `rest` rounds are without drafts, as was decided
         self.rest, self.single = 0, Decision(0, 1.0, 1.0, 1.0, drafted=False)
 
 
@@ -77,7 +79,7 @@ class AutoBudget:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
         self.loss = 0.0  # single-token passes
-        self.waited = 0  # tokens since the last draft
+        self.last = 0  # round of its latest draft
         self._drafts, self._promised, self._kept = 0, 1.0, 1.0  # and the tokens that they were expected to add, and did
         # How often walks accept one of the children at each depth that they come to, [2, D]: observed, and predicted by
         # the drafter's mass of them. Their ratios r_d are shrunk towards r_{d−1}, and a node is accepted with
@@ -85,25 +87,28 @@ class AutoBudget:
         self.acceptance = np.zeros((2, shared.max_depth))
         # The same whatever the mass, and the ratio above the first.
         self._reached, self._root = np.zeros((2, shared.max_depth)), min(REACHED, float(shared.expected[0]))
-        self.recent, self.weighed = shared.expected.copy(), 1  # over so many drafts and what was expected before them
+        self.recent, self.weighed = shared.expected.copy(), 0  # of its latest drafts, so many of them
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
         if self.shared.proposes == "block":
-            if deepest == self.shared.max_depth:
-                return self.recent
-            return np.diff(np.minimum(np.cumsum(self.recent), deepest), prepend=0.0)
+            expected = self.shared.expected
+            if self.weighed:
+                expected = self.recent + (expected - self.recent) / (1 + self.weighed)
+            whole = deepest == self.shared.max_depth
+            return expected if whole else np.diff(np.minimum(np.cumsum(expected), deepest), prepend=0.0)
         ratios = _native.calibrated_ratios(self._reached, PRIOR, LOWEST, HIGHEST, self._root)
         ratios[deepest:] = 0.0
         return np.cumprod(ratios, dtype=np.float64)
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
         """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
-        may have cut it: the round is counted, but is no evidence of the draft's quality."""
-        shared, self.waited = self.shared, self.waited + len(path)
-        shared.purse = min(shared.purse + PROBES * len(path), PURSE)
+        may have cut it: the round is counted, but is no evidence of the draft's quality. Of a round without a draft
+        there is nothing to learn until the output ends."""
+        shared = self.shared
         if decision.drafted:
-            self.waited, self._drafts = 0, self._drafts + 1
+            self.last, self._drafts = shared.rounds, self._drafts + 1
+            shared.purse = min(shared.purse + PROBES * (len(path) - 1), PURSE)
             self._promised, self._kept = self._promised + decision.expected_tokens - 1, self._kept + len(path) - 1
             lost = decision.expected_s / decision.single_token_s - len(path)
             if not decision.probe:
@@ -113,11 +118,11 @@ class AutoBudget:
                 if lost < 0:  # drafting pays again
                     self.loss = min(self.loss, 0.0)
                 else:
-                    self.recent = shared.expected.copy()
-        if ends:
-            proven = min(1.0, self._kept / self._promised) * self.expected(shared.max_depth)
-            shared.expected += min(self._drafts, 4) * NEWS * (proven - shared.expected)
-        elif decision.drafted and tree.token_ids.size:
+                    self.weighed = 0
+        if decision.drafted and not ends and self._drafts <= 4:
+            proven = min(HIGHEST, self._kept / self._promised) * self.expected(shared.max_depth)
+            shared.expected += NEWS * (proven - shared.expected)
+        if decision.drafted and not ends and tree.token_ids.size:
             _native.learn(self.acceptance, tree.parents, tree.log_weights, path, 1 - 1 / MEMORY)
             if shared.proposes != "block":
                 levels, walked = int(tree.depths.max()), np.arange(len(path), dtype=np.int32)
@@ -154,29 +159,31 @@ class RoundPlan:
         self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
         self._probes = False  # whether those that draft only see whether it pays again
+        self._told = False  # whether costs learn of the round
         self._nodes = [s.budget.nodes if isinstance(s.budget, FixedBudget) else 0 for s in slots]
         self._autos = {i: s.budget for i, s in enumerate(slots) if isinstance(s.budget, AutoBudget)}
         if not self._autos:
             return
-        requests = list(self._autos.values())
-        self._shared = shared = requests[0].shared
+        requests = set(self._autos.values())
+        self._shared = shared = next(iter(requests)).shared
         self._ahead = ahead
-        if shared.rest and shared.resting == requests:
+        self._slots, self._past = len(slots), sum([s.past for s in slots]) // len(slots)
+        self._mixed = any(self._nodes)  # whether fixed budgets draft, too
+        self._unseen, self._passes = [s.unseen for s in slots], 1  # the latter of the drafter
+        shared.rounds += 1
+        shared.purse = min(shared.purse + PROBES * len(requests), PURSE)  # each makes a token at least
+        if shared.rest and requests <= shared.resting and 2 * len(requests) > len(shared.resting):
             shared.rest -= 1
             for i in self._autos:
                 self.decisions[i] = shared.single
-            self._autos = {}
+            self._autos, self._told = {}, shared.rest % SAMPLE == 0
             return
-        shared.resting, shared.rest = requests, 0
-        self._slots, self._past = len(slots), sum([s.past for s in slots]) // len(slots)
+        shared.resting, shared.rest, self._told = requests, 0, True
         self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
-        self._passes = 1  # of the drafter
-        self._mixed = any(self._nodes)  # whether fixed budgets draft, too
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
-        self._unseen, context_s = [s.unseen for s in slots], shared.costs.context_s
+        context_s, self._left_s = shared.costs.context_s, [s.left * self._single_s for s in slots]
         self._unseen_s = [context_s * unseen for unseen in self._unseen]
-        self._left_s = [s.left * self._single_s for s in slots]
         self._repays = {i: self._left_s[i] / REPAID - self._unseen_s[i] for i in self._autos}
 
     def ceilings(self) -> list[int]:
@@ -187,6 +194,8 @@ class RoundPlan:
         for i in self._autos:
             self.decisions[i] = self._shared.single
         able = [i for i, deepest in self._deepest.items() if deepest and self._repays[i] >= 0]
+        if not able:  # nor will these be later
+            self._shared.rest, self._told = REST, False
         if not able or (self._shared.costs.single_due and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
@@ -209,7 +218,7 @@ class RoundPlan:
     def _probe(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
         shared, count, rest = self._shared, 1, float(REST)
-        able.sort(key=lambda i: -self._autos[i].waited)
+        able.sort(key=lambda i: self._autos[i].last)
         while count <= len(able):
             prices, slots = self._prices(count), able[:count]
             if prices.least and all(prices.least_price * self._single_s <= self._repays[i] for i in slots):
@@ -218,7 +227,7 @@ class RoundPlan:
                     return slots
                 rest = min(rest, missing / (PROBES * len(self._autos)))
             count *= 2
-        shared.rest = math.ceil(rest)
+        shared.rest, self._told = math.ceil(rest), False  # what this round takes says nothing of those
         return []
 
     def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
@@ -313,7 +322,7 @@ class RoundPlan:
 
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
-        if not self._autos:
+        if not self._told:
             return
         late = [i for i in self._drafting if self._unseen[i] > STEP]
         told = not (self._mixed or late)  # what drafts take as a rule

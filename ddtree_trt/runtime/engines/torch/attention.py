@@ -149,8 +149,7 @@ class Attention:
         scale: float, window: int = 0,
     ) -> Tensor:  # fmt: skip
         """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
-        [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
-        away."""
+        [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys nearer than so many positions."""
         past, tokens = place.past, q.shape[1]
         if self._scratch is None or window:
             slots = place.slots.long()

@@ -237,8 +237,7 @@ _grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 def route(h: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Weights [R, K], falling, and experts int64 [R, K] of rows h [R, H]. The softmax is over all experts, in
-    float32."""
+    """Weights [R, K], falling, and experts int64 [R, K] of rows h [R, H]: of a float32 softmax over all experts."""
     weights, chosen = F.linear(h, router).softmax(-1, dtype=torch.float32).topk(experts.per_token, -1)
     if experts.normalised:
         weights = weights / weights.sum(-1, keepdim=True)

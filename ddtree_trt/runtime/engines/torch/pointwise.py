@@ -13,8 +13,7 @@ from ddtree_trt.models.decoder import TransformerDims
 
 
 def rotary_tables(dims: TransformerDims, rows: int, device: torch.device) -> Tensor:
-    """float32 [2, rows, R], where R elements of a head are rotated: cosines, and sines that are negative in the first
-    half."""
+    """float32 [2, rows, R], where R elements of a head are rotated: cosines, and sines, negative in the first half."""
     found = rotary.rotary_tables(dims.rotated, dims.rope_theta, rows, dims.rope_scaling)
     cos, sin = map(torch.from_numpy, found)
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(device)
