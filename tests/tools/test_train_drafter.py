@@ -23,6 +23,8 @@ from engine_builds import build_engine
 from numerics import Truth, assert_close
 from safetensors.torch import load_file
 
+import ddtree_trt
+from ddtree_trt import LLM
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.models.families import LLAMA
 from ddtree_trt.runtime.engines.base import DraftRequest
@@ -34,7 +36,7 @@ from tools.train_drafter.drafter import drafter_config, fresh, read_shortlist, s
 from tools.train_drafter.model import DFlash, Eagle3, load_drafter
 from tools.train_drafter.prompts import HELD_OUT, TRAINING, held_out_prompts, is_usable, training_prompts
 from tools.train_drafter.settings import DataSettings, DrafterSettings, Schedule, Settings, ValidationSettings
-from tools.train_drafter.target import Answer, Target, load_target
+from tools.train_drafter.target import Answer, ServedTarget, Target, load_target
 from tools.train_drafter.training import train_drafter
 from tools.train_drafter.validation import drafts, rounds
 
@@ -95,6 +97,24 @@ def test_held_out_kinds_are_never_trained_on() -> None:
     assert {kind for kind, _ in held_out[:10]} == set(HELD_OUT)
     assert not {p for _, p in held_out} & {p for part in range(20) for _, p in training_prompts(1, part, 500)}
     assert not [p for _, p in held_out if is_usable(p)], "a prompt of its own of this kind would be trained on"
+
+
+def test_an_engine_answers_as_its_target(tiny_engine: Path) -> None:
+    """Greedily to the token, stop tokens included; sampled otherwise, repeatably."""
+    pair = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
+    tiny = load_target(str(pair / "target"), 2, tokenizer=pair / "tokenizer")
+    tiny.model.float()
+    prompts = [tiny.prompt_ids(text) for text in ("What is 2 + 3?", "Name a fruit.", "Sort 3, 1, 2.")]
+    heat = torch.tensor([0.0, 0.0, 2.0])
+    with LLM(tiny_engine) as llm:
+        served, found = ServedTarget(**vars(tiny), llm=llm), list[list[Answer]]()
+        for _ in range(2):
+            torch.manual_seed(3)
+            found.append(served.answers(prompts, heat, 40, 50, whole=False))
+        greedy = served.answers(prompts, 0 * heat, 40, 50, whole=False)
+    assert greedy == tiny.answers(prompts, 0 * heat, 40, 50, whole=True)
+    assert any(a.ids[-1] in tiny.stops for a in greedy)
+    assert found[0] == found[1] and found[0][:2] == greedy[:2] and found[0][2] != greedy[2]
 
 
 @pytest.mark.parametrize("source", ["folder", "llama"])

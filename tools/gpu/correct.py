@@ -159,8 +159,7 @@ def _time(work: Callable[[], None], count: int) -> float:
 
 
 def compare_trees(truth: TorchEngine, engine: Engine) -> float:
-    """Largest error of logits, in units of their root mean square, over two slots of one pass and three rounds whose
-    commits move rows."""
+    """Largest error of logits, over their root mean square, of two slots of a pass and three rounds that move rows."""
     rng, worst = np.random.default_rng(0), 0.0
     vocab = truth.manifest.target_dims.vocab_size
     engines: tuple[Engine, ...] = (truth, engine)

@@ -189,8 +189,7 @@ class Text:
 
 
 def check_bits(device: str) -> dict[str, Any]:
-    """Compare rows of a text alone, in chunks, chains and trees with gaps, beside others and however blocks share keys:
-    equal to the bit."""
+    """Whether rows alone, in chunks, chains, trees with gaps, beside others, however blocks share keys, are equal."""
     rows, rng = 0, np.random.default_rng(5)
     length, each = (4600, 60) if device == "cuda" else (340, 2)
     for dim, dtype, hq, hkv in ((128, torch.bfloat16, 32, 8), (64, torch.float16, 9, 3), (128, torch.bfloat16, 20, 1)):

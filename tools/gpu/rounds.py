@@ -84,8 +84,7 @@ def spread(times_s: list[float]) -> dict[str, float]:
 
 
 def events_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Milliseconds per call of `work`, put on the stream `repeats` times in a row, by the device's clock; on a CPU by
-    the host's."""
+    """Milliseconds per call of `work`, put on the stream `repeats` times, by the device's clock; on a CPU by ours."""
     synchronize(device)
     if device.type != "cuda":
         start_s = time.perf_counter()
@@ -128,8 +127,7 @@ def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dfla
 
 
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) -> dict[str, Any]:
-    """Round times with everything on the device, launched ahead: of drafts and of the rest by its own clock, and of the
-    whole loop by the host's."""
+    """Round times on the device, launched ahead: drafts and the rest by its own clock, the whole loop by the host's."""
     past, rounds_of = engine.length(0), engine.rounds
     assert rounds_of is not None, "a block drafter has rounds on the device"
     request = RoundRequest(0, bonus, budget)

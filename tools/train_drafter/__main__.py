@@ -1,7 +1,5 @@
 """Command line: `python -m tools.train_drafter fit --target TARGET --out DIR`."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +25,11 @@ def main() -> None:
     parser.add_argument("--writers", type=int, help="processes that write answers; 3 on a GPU, 1 on a CPU")
     parser.add_argument("--batch", type=int, help="answers written at once; 384 on a GPU, 96 on a CPU")
     parser.add_argument("--pools", type=int, help="files of answers, after which none are written; by default no end")
+    parser.add_argument("--engine", type=Path, help="of the target, with many slots: it writes the answers")
     parser.add_argument("--share", default="0/1", help="data: this process's share of the pools, FIRST/STEP")
     parser.add_argument("--kind", choices=["dflash", "dspark", "eagle3"], default=d.kind)
     parser.add_argument("--init", type=Path, help="a drafter's folder to begin with; dspark trains its head only")
+    parser.add_argument("--rates", type=float, default=1.0, help="times the recipe's; 0.2 to go on with a good drafter")
     parser.add_argument("--taps", type=int, default=d.taps)
     parser.add_argument("--mask-token", help="the token, by text or id, that stands for one to draft")
     parser.add_argument("--block", type=int, default=d.block)
@@ -42,7 +42,8 @@ def main() -> None:
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.work = args.out / "work"
-    schedule = replace(d.schedule, seconds=60 * args.minutes)
+    rates = {name: args.rates * getattr(d.schedule, name) for name in ("adam_rate", "muon_rate")}
+    schedule = replace(d.schedule, seconds=60 * args.minutes, **rates)
     shape = {"kind": args.kind, "taps": args.taps, "block": args.block, "layers": args.layers, "window": args.window}
     drafter = replace(d, **shape, sequences=args.sequences, tokens=args.tokens, schedule=schedule)
     pool = max(1, defaults.data.batch * defaults.data.pool // args.batch)

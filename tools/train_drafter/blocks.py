@@ -5,8 +5,6 @@ ends, V vocabulary, K tapped layers, H hidden size. An anchor is the position of
 to name the B-1 tokens after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The target's answers, as token ids: a file per pool, written whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -74,8 +72,7 @@ def chat_ids(target: Target, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def chat_prompts(target: Target, settings: DataSettings) -> Prompts:
-    """Requests as the target imagines its user to write them, of no held-out kind, and composed ones; some follow each
-    other in one conversation."""
+    """Requests that the target imagines of its user, of no held-out kind, and composed ones; some in one chat."""
 
     def prompts(pool: int) -> list[list[list[int]]]:
         total = settings.batch * settings.pool

@@ -1,7 +1,5 @@
 """The drafter's configuration, its first weights, the folder that is published, and the tokens that it drafts from."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Where bf16 is fast, passes run on a copy of the weights in it, refreshed every s
 time goes into casts.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -4,8 +4,6 @@ Letters: N sequences, T tokens of the longest, A anchors a sequence, B block siz
 H hidden size, Hq/Hkv query and key-value heads, G queries a key, D head size, V vocabulary, K tapped target layers.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts composed of templates and word lists, the same for the same seed."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

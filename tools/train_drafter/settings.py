@@ -1,7 +1,5 @@
 """Every default of the recipe, in one place; the command line reads them from here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

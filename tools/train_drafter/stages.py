@@ -3,8 +3,6 @@
 The command line is apart (`__main__.py`), since a process that is spawned cannot import it again.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -18,13 +16,15 @@ from typing import Any
 
 import torch
 
+from ddtree_trt import LLM
+
 from . import data
 from .drafter import most_frequent, read_shortlist, write_card, write_shortlist
 from .loop import Log
 from .model import load_drafter
 from .prompts import held_out_prompts, write_held_out
 from .settings import Settings
-from .target import Target, load_target, mask_token_id
+from .target import ServedTarget, Target, load_target, mask_token_id
 from .training import train_drafter
 from .validation import tokens_per_round
 
@@ -113,4 +113,7 @@ def work(args: argparse.Namespace, settings: Settings) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    STAGES[args.stage](load_target(args.target, settings.drafter.taps, args.device), args, settings)
+    target = load_target(args.target, settings.drafter.taps, args.device)
+    if args.engine and args.stage == "data":
+        target = ServedTarget(**vars(target), llm=LLM(args.engine, threads=args.threads or 0))
+    STAGES[args.stage](target, args, settings)

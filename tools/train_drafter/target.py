@@ -1,7 +1,5 @@
 """The frozen target: any causal language model that transformers loads, from a folder, the hub or a GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.drafters.dflash.dims import default_tap_layers
 
 from .loop import fast_dtype
@@ -59,8 +58,7 @@ class Target:
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(final states [N, S, H] before the head, tapped layers' outputs side by side [N, S, K·H]) of ids [N, S]
-        padded on the right."""
+        """(states [N, S, H] before the head, tapped ones side by side [N, S, K·H]) of ids [N, S], padded right."""
         out = self.model.base_model(ids, use_cache=False, output_hidden_states=True)
         return out.last_hidden_state, torch.cat([out.hidden_states[layer + 1] for layer in self.taps], -1)
 
@@ -122,6 +120,28 @@ class Target:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self.tokenizer(text.split(_MARK)[part], add_special_tokens=False).input_ids
+
+
+@dataclass(frozen=True)
+class ServedTarget(Target):
+    """A target whose answers an engine of ours writes: on a CPU in a tenth of the time."""
+
+    llm: LLM
+
+    def answers(
+        self, prompts: Sequence[list[int]], temperatures: Tensor, max_new: int, top_k: int, *, whole: bool
+    ) -> list[Answer]:
+        """See `Target.answers`. All are whole: a slot takes the next prompt when an answer has ended."""
+        seeds = torch.randint(2**31, (len(prompts),)).tolist()
+        wanted = [
+            SamplingParams(temperature=heat, top_k=top_k if heat else 0, max_tokens=max_new, seed=seed, method="ar")
+            for heat, seed in zip(temperatures.tolist(), seeds, strict=True)
+        ]
+        told = [output.outputs[0].token_ids for output in self.llm.generate(list(prompts), wanted, use_tqdm=False)]
+        return [
+            Answer(prompt + ids, ((len(prompt), len(prompt) + len(ids)),), params.temperature)
+            for prompt, ids, params in zip(prompts, told, wanted, strict=True)
+        ]
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:

@@ -1,7 +1,5 @@
 """A drafter's training: blocks of the stored answers, with the target's states computed anew in every step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

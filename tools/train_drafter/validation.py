@@ -5,8 +5,6 @@ position of the answer that the target would give anyway. Up to the first wrong 
 drafter's own, so one pass gives what drafting would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -61,8 +59,7 @@ def _candidates(model: Drafter, target: Target, blocks: Blocks, top: int, shortl
 
 
 def rounds(drafts: Sequence[Candidates], answer: Sequence[int], budget: int | None, depth: int) -> list[int]:
-    """Tokens of every round of an answer by trees of so many drafts, or by the chain; the first token is the prefill's
-    and belongs to none."""
+    """Tokens of every round of an answer by trees of so many drafts, or the chain; its first token belongs to none."""
     grow = partial(heap, nodes=budget, depth=depth) if budget else partial(chain, nodes=depth, depth=depth)
     return list(replay([Text(answer, drafts[: len(answer) - 1])], grow).lengths[0])
 

@@ -287,8 +287,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         for p in parts:
             if p.path is not None:
                 engine.commit(p.slot, p.path, taps=p.sequence.drafts)
-        told = [p for p in slot_rounds if (d := p.decision) is not None and (d.drafted or p.sequence.finished)]
-        each(told, "learn")
+        each([part for part in slot_rounds if part.decision is not None and part.decision.drafted], "learn")
     if not chunks:  # whose rows take time, too
         sizes = [len(part.drafted.token_ids) for part in slot_rounds]
         budgets.took(drafted - start, time.perf_counter() - drafted, sizes)

@@ -87,7 +87,7 @@ class AutoBudget:
         self.acceptance = np.zeros((2, shared.max_depth))
         # The same whatever the mass, and the ratio above the first.
         self._reached, self._root = np.zeros((2, shared.max_depth)), min(REACHED, float(shared.expected[0]))
-        self.recent, self.weighed = shared.expected.copy(), 0  # of its latest drafts, so many of them
+        self.recent, self.weighed = shared.expected.copy(), 0  # what its latest drafts were to add: so many of them
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -102,27 +102,27 @@ class AutoBudget:
         return np.cumprod(ratios, dtype=np.float64)
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
-        """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
-        may have cut it: the round is counted, but is no evidence of the draft's quality. Of a round without a draft
-        there is nothing to learn until the output ends."""
-        shared = self.shared
-        if decision.drafted:
-            self.last, self._drafts = shared.rounds, self._drafts + 1
-            shared.purse = min(shared.purse + PROBES * (len(path) - 1), PURSE)
-            self._promised, self._kept = self._promised + decision.expected_tokens - 1, self._kept + len(path) - 1
-            lost = decision.expected_s / decision.single_token_s - len(path)
-            if not decision.probe:
-                self.loss = max(self.loss + lost, -LOSS)
+        """Learn from a verified draft and the accepted path [m], root first. `ends`: the output ends with the path, and
+        may have cut it: the round is counted, but is no evidence of the draft's quality."""
+        if not decision.drafted:
+            return
+        shared, added, self._drafts = self.shared, len(path) - 1, self._drafts + 1
+        self.last = shared.rounds
+        shared.purse = min(shared.purse + PROBES * added, PURSE)
+        self._promised, self._kept = self._promised + decision.expected_tokens - 1, self._kept + added
+        lost = decision.expected_s / decision.single_token_s - len(path)
+        if not decision.probe:
+            self.loss = max(self.loss + lost, -LOSS)
+        else:
+            shared.purse -= lost
+            if lost < 0:  # drafting pays again
+                self.loss = min(self.loss, 0.0)
             else:
-                shared.purse -= lost
-                if lost < 0:  # drafting pays again
-                    self.loss = min(self.loss, 0.0)
-                else:
-                    self.weighed = 0
-        if decision.drafted and not ends and self._drafts <= 4:
+                self.weighed = 0
+        if self._drafts <= 4 and not ends:
             proven = min(HIGHEST, self._kept / self._promised) * self.expected(shared.max_depth)
             shared.expected += NEWS * (proven - shared.expected)
-        if decision.drafted and not ends and tree.token_ids.size:
+        if tree.token_ids.size and not ends:
             _native.learn(self.acceptance, tree.parents, tree.log_weights, path, 1 - 1 / MEMORY)
             if shared.proposes != "block":
                 levels, walked = int(tree.depths.max()), np.arange(len(path), dtype=np.int32)
