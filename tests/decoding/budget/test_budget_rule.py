@@ -177,6 +177,18 @@ def test_requests_side_by_side_learn_from_each_others_drafts() -> None:
     assert lost <= 16 * 0.5 * LOSS
 
 
+def test_an_output_that_ends_with_its_first_draft_tells_the_others() -> None:
+    """Else requests whose answers are a token and the end would draft in vain for ever."""
+    shared, tree = shared_budgets(CPU), random_tree(np.random.default_rng(0), 16)
+    before, budget = shared.expected.sum(), AutoBudget(shared)
+    plan = RoundPlan([SlotInput(budget, 100, 100)])
+    assert plan.ceilings()[0]
+    plan.choose([tree])
+    assert plan.decisions[0] is not None
+    budget.observe(plan.decisions[0], tree, np.zeros(1, np.int32), ends=True)
+    assert shared.expected.sum() < before
+
+
 def test_a_rest_outlasts_requests_that_leave_but_none_that_come() -> None:
     """Until half have left: then a draft may pay again. Costs learn of rounds that were not planned."""
     dear = Profile("", PassTimes(1, 64, 9.0, ((1, 1.0), (65, 2.28))))

@@ -19,7 +19,7 @@ LOSS = 6.0  # single-token passes that a request may lose by drafting since it l
 PROBES, PURSE = 1 / 100, 16.0  # of all single-token passes may be lost by probes; and how many of them are saved up
 REPAID = 8  # tokens left for each pass that a probe, or what a drafter has still to take in, may lose
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
-NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what new requests expect
+NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
 REST = 32  # most rounds after which requests none of which may draft are weighed again: a plan takes time
 SAMPLE = 8  # of which costs learn from one in so many
@@ -64,7 +64,7 @@ class AutoBudgets:
         self.sizes = np.arange(1 + max_depth)
         if proposes == "block":
             self.sizes = np.unique(costs.filled[nodes[nodes <= max_nodes]])
-        # Tokens [W] that a new request expects each of `sizes` to add to the one below it: at first all.
+        # Tokens [W] that a request without drafts expects each of `sizes` to add to the one below it: at first all.
         self.expected: Floats = np.diff(np.minimum(self.sizes, max_depth).astype(float))
         self.purse = 0.0  # single-token passes that probes may lose
         self.rounds = 0  # that were planned
@@ -87,7 +87,7 @@ class AutoBudget:
         self.acceptance = np.zeros((2, shared.max_depth))
         # The same whatever the mass, and the ratio above the first.
         self._reached, self._root = np.zeros((2, shared.max_depth)), min(REACHED, float(shared.expected[0]))
-        self.recent, self.weighed = shared.expected.copy(), 0  # what its latest drafts were to add: so many of them
+        self.recent, self.weighed = np.zeros_like(shared.expected), 0  # what its drafts were to add, and how many
 
     def expected(self, deepest: int) -> Floats:
         """Tokens [W] that each of `sizes` is expected to add to the one below it."""
@@ -119,7 +119,7 @@ class AutoBudget:
                 self.loss = min(self.loss, 0.0)
             else:
                 self.weighed = 0
-        if self._drafts <= 4 and not ends:
+        if self._drafts <= 4:
             proven = min(HIGHEST, self._kept / self._promised) * self.expected(shared.max_depth)
             shared.expected += NEWS * (proven - shared.expected)
         if tree.token_ids.size and not ends:
@@ -167,9 +167,8 @@ class RoundPlan:
         requests = set(self._autos.values())
         self._shared = shared = next(iter(requests)).shared
         self._ahead = ahead
-        self._slots, self._past = len(slots), sum([s.past for s in slots]) // len(slots)
-        self._mixed = any(self._nodes)  # whether fixed budgets draft, too
-        self._unseen, self._passes = [s.unseen for s in slots], 1  # the latter of the drafter
+        self._past = sum([s.past for s in slots]) // len(slots)
+        self._mixed, self._passes = any(self._nodes), 1  # whether fixed budgets draft, too; of the drafter
         shared.rounds += 1
         shared.purse = min(shared.purse + PROBES * len(requests), PURSE)  # each makes a token at least
         if shared.rest and requests <= shared.resting and 2 * len(requests) > len(shared.resting):
@@ -180,10 +179,12 @@ class RoundPlan:
             return
         shared.resting, shared.rest, self._told = requests, 0, True
         self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
+        self._slots = len(slots)
         self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
-        context_s, self._left_s = shared.costs.context_s, [s.left * self._single_s for s in slots]
+        self._unseen, context_s = [s.unseen for s in slots], shared.costs.context_s
         self._unseen_s = [context_s * unseen for unseen in self._unseen]
+        self._left_s = [s.left * self._single_s for s in slots]
         self._repays = {i: self._left_s[i] / REPAID - self._unseen_s[i] for i in self._autos}
 
     def ceilings(self) -> list[int]:
