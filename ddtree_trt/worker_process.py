@@ -173,7 +173,8 @@ def main() -> None:
     send({})
     for line in requests:
         if sys.platform == "linux":  # macOS has the limit and does not hold a process to it
-            limit(resource.RLIMIT_AS, _mapped_bytes() + limits.memory_bytes)
+            mapped = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            limit(resource.RLIMIT_AS, mapped + limits.memory_bytes)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
         try:
             send(work(json.loads(line)))
@@ -186,11 +187,6 @@ def limit(kind: int, most: int) -> None:
     """Set a limit of this process, at most its hard limit, which is not changed."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _mapped_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

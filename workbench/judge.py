@@ -31,6 +31,7 @@ from workbench.drafts import Text, load
 from workbench.options import integers, print_row
 
 NODES, PAST, STRETCH = 64, 200, 40  # the last are rounds
+LOAD = 6  # requests for each slot, or more: when few are left the slots of the quick ones stay empty
 FIXED = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 PROFILED = (1, 2, 5, 17, 65)  # tree tokens
 
@@ -133,7 +134,8 @@ def play(
     seconds, tokens, rounds = 0.0, 0, 0
     while waiting or running:
         running += [_Slot(waiting.popleft(), make()) for _ in range(min(len(waiting), slots - len(running)))]
-        plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in running], ahead=late)
+        inputs = [SlotInput(PAST + s.place, s.left) for s in running]
+        plan = RoundPlan([s.budget for s in running], inputs, ahead=late)
         nodes = plan.ceilings()
         for s in running:
             s.unread()
@@ -213,7 +215,7 @@ def main(
     print_row(heads, head=True)
     for name, count, path in product(machine.split(","), integers(slots), texts):
         played, known = MACHINES[name], load(path)
-        known *= -(-count // len(known))
+        known *= -(-LOAD * count // len(known))
         found = speeds(played, known, count, wrong=wrong, late=late, busy=busy)
         best = max(speed for rival, speed in found.items() if rival != "auto")
         figures = [f"{speed:.2f}" for rival, speed in found.items() if rival != "ar"]

@@ -123,7 +123,7 @@ def test_automatic_budgets_weigh_conditionals(form: str) -> None:
         "linked": LinkedRows(*pairs.child_log_probs(np.arange(13))),
     }
     of = forms[form]
-    plan = RoundPlan([SlotInput(AutoBudget(make_budgets(make_profile(draft_s=0.2), 32, 4)), 0, 99)])
+    plan = RoundPlan([AutoBudget(make_budgets(make_profile(draft_s=0.2), 32, 4))], [SlotInput(0, 99)])
     (ceiling,) = plan.ceilings()
     tree = of.best_first(ceiling)
     (nodes,), (decision,) = plan.choose([tree]), plan.decisions

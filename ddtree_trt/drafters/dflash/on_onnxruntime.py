@@ -23,11 +23,10 @@ class BlockDrafter(Drafter):
 
     def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
         """`chunk`: most states of one pass."""
-        self._network = network
-        self._dims = dims
-        self._chunk = chunk
-        self._pending: list[list[NDArray[np.float32]]] = [[] for _ in range(network.cache.slots)]
-        self._rows = [0] * network.cache.slots  # of these, [rows, M·H] each: states that the cache does not hold yet
+        self._network, self._dims, self._chunk = network, dims, chunk
+        # States [rows, M·H] that the cache does not hold yet: `rows` of a slot's memory, from `start` on.
+        self._held = [np.empty((0, dims.taps_width), np.float32)] * network.cache.slots
+        self._start, self._rows = [0] * network.cache.slots, [0] * network.cache.slots
         self._first = [0] * network.cache.slots  # of the rows, cached or not, from which on none was left out
         self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
@@ -44,32 +43,35 @@ class BlockDrafter(Drafter):
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
-        pieces, cache = self._pending[slot], self._network.cache
-        pieces.append(states.copy())
-        self._rows[slot] += len(states)
-        if self._reach and (unreached := self._rows[slot] - self._reach) > 0:
-            cache.append(slot, unreached)
-            self._rows[slot], self._first[slot] = self._reach, cache.lengths[slot]
-            while unreached >= len(pieces[0]):
-                unreached -= len(pieces.pop(0))
-            pieces[0] = pieces[0][unreached:]
+        held, start, rows = self._held[slot], self._start[slot], self._rows[slot]
+        size = rows + len(states)
+        if start + size > len(held):
+            memory = held if 2 * size <= len(held) else np.empty((2 * size, held.shape[1]), np.float32)
+            memory[:rows] = held[start : start + rows]
+            self._held[slot], self._start[slot], held, start = memory, 0, memory, 0
+        held[start + rows : start + size] = states
+        self._rows[slot] = size
+        if self._reach and (unreached := size - self._reach) > 0:
+            self._network.cache.append(slot, unreached)
+            self._start[slot], self._rows[slot] = start + unreached, self._reach
+            self._first[slot] = self._network.cache.lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
-        cache, pieces = self._network.cache, self._pending[slot]
+        cache = self._network.cache
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        if (rows := length - context) < self._rows[slot]:
-            self._pending[slot], self._rows[slot] = [np.concatenate(pieces)[:rows]] if rows else [], rows
-        self._first[slot] = min(self._first[slot], length)
+        self._rows[slot], self._first[slot] = min(self._rows[slot], length - context), min(self._first[slot], length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""
         pieces = []
         for request in requests:
-            if not self._rows[request.slot]:
-                raise EngineError(f"slot {request.slot} has no new target states to draft from")
-            states = np.concatenate(self._pending[request.slot])
-            self._pending[request.slot], self._rows[request.slot] = [], 0
+            slot, held = request.slot, self._held[request.slot]
+            if not self._rows[slot]:
+                raise EngineError(f"slot {slot} has no new target states to draft from")
+            states = held[self._start[slot] : self._start[slot] + self._rows[slot]]
+            self._start[slot], self._rows[slot] = 0, 0
+            self._held[slot] = held if len(held) <= 2 * self._chunk else held[:0].copy()
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])

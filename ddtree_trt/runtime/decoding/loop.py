@@ -39,7 +39,7 @@ from ddtree_trt.runtime.tree import EMPTY, DraftTree, TokenTree, compile_tree, d
 
 Path = NDArray[np.int32]
 _ROOT = np.zeros(1, np.int32)
-_SLOT, _ON_DEVICE = attrgetter("slot"), attrgetter("on_device")
+_SLOT, _PAST, _ON_DEVICE = attrgetter("slot"), attrgetter("past"), attrgetter("on_device")
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,18 @@ def decode_round(
 def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> bool:
     """Begin a round of all sequences that go on behind those under way; False if there are none."""
     slots = [s.slot for s in sequences if s.slot is not None]  # all have one
-    inputs, going = [], []
+    going = []
     for s, slot, ahead in zip(sequences, slots, rounds.launchable(slots), strict=True):
         left = s.max_tokens - len(s.output) - ahead  # a round makes a token at least
         if left > 0 <= ahead:
-            unseen = engine.unseen(slot) if isinstance(s.budget, AutoBudget) else 0
-            inputs.append(SlotInput(s.budget, engine.length(slot), left, unseen))
-            going.append((s, slot))
+            going.append((s, slot, left))
     if not going:
         return False
-    plan = RoundPlan(inputs, ahead=True)
+    slots, lefts = [slot for _, slot, _ in going], [left for _, _, left in going]
+    inputs = map(SlotInput, map(engine.length, slots), lefts, map(engine.unseen, slots))
+    plan = RoundPlan([s.budget for s, _, _ in going], inputs, ahead=True)
     longest, requests = engine.manifest.drafting.longest_draft, []
-    for place, ((s, slot), nodes) in enumerate(zip(going, plan.ceilings(), strict=True)):
+    for place, ((s, slot, _), nodes) in enumerate(zip(going, plan.ceilings(), strict=True)):
         params, chain = s.params, not s.method.branches
         budget, looks = min(nodes, longest) if chain else nodes, plan.decisions[place] is not None
         seed, tag = s.sampler.noise.target_seed, (s, plan, place)
@@ -254,12 +254,9 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     start = time.perf_counter()
     with clock("draft"):
         slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
-        inputs = []
-        for part in slot_rounds:
-            s = part.sequence
-            unseen = engine.unseen(part.slot) if isinstance(s.budget, AutoBudget) else 0
-            inputs.append(SlotInput(s.budget, part.past, s.max_tokens - len(s.output), unseen))
-        budgets = RoundPlan(inputs)
+        left = [part.sequence.max_tokens - len(part.sequence.output) for part in slot_rounds]
+        inputs = map(SlotInput, map(_PAST, slot_rounds), left, map(engine.unseen, map(_SLOT, slot_rounds)))
+        budgets = RoundPlan([part.sequence.budget for part in slot_rounds], inputs)
         for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
             part.ceiling = ceiling
         drafting = [part for part in slot_rounds if part.ceiling > 0]

@@ -91,7 +91,7 @@ def decode(answer: Text, budget: Budget, profile: Profile, *, chains: bool = Fal
     """One request in the profile's own time. `chains`: the drafter drafts token by token."""
     spent, place, left = Spent(), 0, len(answer.tokens) - 1
     while left:
-        plan = RoundPlan([SlotInput(budget, 0, left)])
+        plan = RoundPlan([budget], [SlotInput(0, left)])
         (most,), tree = plan.ceilings(), EMPTY
         if most:
             drafted = chain(np.zeros(min(most, DEPTH), np.int32)) if chains else answer.tree(place, most)
@@ -181,7 +181,7 @@ def test_an_output_that_ends_with_its_first_draft_tells_the_others() -> None:
     """Else requests whose answers are a token and the end would draft in vain for ever."""
     shared, tree = shared_budgets(CPU), random_tree(np.random.default_rng(0), 16)
     before, budget = shared.expected.sum(), AutoBudget(shared)
-    plan = RoundPlan([SlotInput(budget, 100, 100)])
+    plan = RoundPlan([budget], [SlotInput(100, 100)])
     assert plan.ceilings()[0]
     plan.choose([tree])
     assert plan.decisions[0] is not None
@@ -193,22 +193,22 @@ def test_a_rest_outlasts_requests_that_leave_but_none_that_come() -> None:
     """Until half have left: then a draft may pay again. Costs learn of rounds that were not planned."""
     dear = Profile("", PassTimes(1, 64, 9.0, ((1, 1.0), (65, 2.28))))
     shared = make_budgets(dear, 64, DEPTH)
-    slots = [SlotInput(AutoBudget(shared), 100, 200) for _ in range(5)]
+    budgets = [AutoBudget(shared) for _ in range(5)]
 
-    def rests(those: Sequence[SlotInput]) -> bool:
-        before, plan = shared.rest, RoundPlan(those)
+    def rests(those: Sequence[AutoBudget]) -> bool:
+        before, plan = shared.rest, RoundPlan(those, [SlotInput(100, 200)] * len(those))
         assert plan.ceilings() == [0] * len(those)
         plan.took(0.0, 1.0, [0] * len(those))
         return shared.rest < before
 
-    assert not rests(slots[:4])
-    assert rests(slots[:4])
-    assert rests(slots[:3])
-    assert not rests(slots[:2])
-    assert rests(slots[:2])
-    assert not rests(slots[1:3])
+    assert not rests(budgets[:4])
+    assert rests(budgets[:4])
+    assert rests(budgets[:3])
+    assert not rests(budgets[:2])
+    assert rests(budgets[:2])
+    assert not rests(budgets[1:3])
     shared.costs.rounds = 0
-    while rests(slots[1:3]):
+    while rests(budgets[1:3]):
         pass
     assert shared.costs.rounds > 0
 
@@ -216,7 +216,7 @@ def test_a_rest_outlasts_requests_that_leave_but_none_that_come() -> None:
 @pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
 def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, unseen: int, drafts: bool) -> None:
     costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
-    plan = RoundPlan([SlotInput(AutoBudget(shared_budgets(costly)), 1000, left, unseen=unseen)])
+    plan = RoundPlan([AutoBudget(shared_budgets(costly))], [SlotInput(1000, left, unseen=unseen)])
     assert (plan.ceilings()[0] > 0) == drafts, "a thousand tokens cost ten passes"
 
 
@@ -293,7 +293,7 @@ def test_a_round_late_it_chooses_nearly_as_well(slots: int) -> None:
 
 
 def chosen(shared: AutoBudgets, trees: list[DraftTree], left: int = 99) -> tuple[RoundPlan, list[int]]:
-    plan = RoundPlan([SlotInput(AutoBudget(shared), 0, left) for _ in trees])
+    plan = RoundPlan([AutoBudget(shared) for _ in trees], [SlotInput(0, left)] * len(trees))
     plan.ceilings()
     return plan, plan.choose(list(trees))
 
@@ -323,7 +323,7 @@ def test_nothing_is_drafted_for_tokens_that_cannot_come(proposes: str) -> None:
     near = profile.near
     for left in range(1, 20):
         shared = shared_budgets(profile, chains=chains)
-        plan = RoundPlan([SlotInput(AutoBudget(shared), 0, left)])
+        plan = RoundPlan([AutoBudget(shared)], [SlotInput(0, left)])
         (most,) = plan.ceilings()
         costs = [(n if chains else 1) * near.draft_s + float(near.verify_s(np.array(1 + n))) for n in range(1, 17)]
         pays = any(1 + min(n, left - 1) > cost for n, cost in enumerate(costs, 1))
@@ -345,7 +345,7 @@ def test_a_fixed_budget_ends_no_drafting_beside_it() -> None:
     budget, drafts = AutoBudget(shared), 0
     tree = chain(np.zeros(3, np.int32))
     for _ in range(100):
-        plan = RoundPlan([SlotInput(FixedBudget(2), 0, 99), SlotInput(budget, 0, 99)])
+        plan = RoundPlan([FixedBudget(2), budget], [SlotInput(0, 99)] * 2)
         nodes = plan.ceilings()
         drafts += nodes[1] > 0
         nodes = plan.choose([tree, tree if nodes[1] else None])
@@ -359,7 +359,7 @@ def test_a_draft_that_a_constraint_empties_is_paid() -> None:
     shared = make_budgets(CPU)
     budget, drafts = AutoBudget(shared), 0
     for _ in range(300):
-        plan = RoundPlan([SlotInput(budget, 0, 99)])
+        plan = RoundPlan([budget], [SlotInput(0, 99)])
         (most,) = plan.ceilings()
         drafts += most > 0
         plan.choose([EMPTY if most else None])
@@ -375,7 +375,7 @@ def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -
     shared = make_budgets(MANY, 15, 15, proposes)
     budgets = [AutoBudget(shared) for _ in range(7)]
     for _ in range(30):
-        plan = RoundPlan([SlotInput(budget, 0, int(rng.choice([1, 2, 3, 100]))) for budget in budgets])
+        plan = RoundPlan(budgets, [SlotInput(0, int(rng.choice([1, 2, 3, 100]))) for _ in budgets])
         most = plan.ceilings()
         trees = [chain(np.zeros(min(n, 5), np.int32)) if n else None for n in most]
         nodes = plan.choose(trees)
@@ -401,7 +401,7 @@ def test_levels_follow_what_is_accepted_and_what_they_cost(level_s: float, right
     shared = make_budgets(make_profile(level_s, 0.01, 0.02), 64, 6, "levels")
     budget, levels = AutoBudget(shared), []
     for _ in range(200):
-        plan = RoundPlan([SlotInput(budget, 0, 99)])
+        plan = RoundPlan([budget], [SlotInput(0, 99)])
         (most,) = plan.ceilings()
         levels.append((budget.levels or 0) if most else 0)
         tree = random_tree(np.random.default_rng(0), 20, depth=budget.levels or 1) if most else EMPTY

@@ -85,9 +85,8 @@ class Costs:
             return 0.0
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            self.kept[key] = (
-                self._pace * self._ratios("draft", slots)[1][0] * self._profiled_draft_s(past // STEP, slots)
-            )
+            ratio = self._pace * self._ratios("draft", slots)[1][0]
+            self.kept[key] = ratio * self._profiled_draft_s(past // STEP, slots)
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:

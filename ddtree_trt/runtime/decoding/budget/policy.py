@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ REPAID = 8  # tokens left for each pass that a probe, or what a drafter has stil
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
-REST = 32  # most rounds after which requests none of which may draft are weighed again: a plan takes time
+REST, LONGEST = 16, 128  # rounds after which requests that may not draft are weighed again, and twice that each time
 SAMPLE = 8  # of which costs learn from one in so many
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
@@ -69,7 +69,7 @@ class AutoBudgets:
         self.purse = 0.0  # single-token passes that probes may lose
         self.rounds = 0  # that were planned
         self.resting: set[AutoBudget] = set()  # requests whose next `rest` rounds are without drafts, as was decided
-        self.rest, self.single = 0, Decision(0, 1.0, 1.0, 1.0, drafted=False)
+        self.rest, self.longest, self.single = 0, REST, Decision(0, 1.0, 1.0, 1.0, drafted=False)
 
 
 class AutoBudget:
@@ -78,8 +78,7 @@ class AutoBudget:
     def __init__(self, shared: AutoBudgets) -> None:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
-        self.loss = 0.0  # single-token passes
-        self.last = 0  # round of its latest draft
+        self.loss, self.last = 0.0, 0  # in single-token passes; round of its latest draft
         self._drafts, self._promised, self._kept = 0, 1.0, 1.0  # and the tokens that they were expected to add, and did
         # How often walks accept one of the children at each depth that they come to, [2, D]: observed, and predicted by
         # the drafter's mass of them. Their ratios r_d are shrunk towards r_{d−1}, and a node is accepted with
@@ -107,8 +106,7 @@ class AutoBudget:
         if not decision.drafted:
             return
         shared, added, self._drafts = self.shared, len(path) - 1, self._drafts + 1
-        self.last = shared.rounds
-        shared.purse = min(shared.purse + PROBES * added, PURSE)
+        self.last, shared.purse = shared.rounds, min(shared.purse + PROBES * added, PURSE)
         self._promised, self._kept = self._promised + decision.expected_tokens - 1, self._kept + added
         lost = decision.expected_s / decision.single_token_s - len(path)
         if not decision.probe:
@@ -133,7 +131,6 @@ Budget = FixedBudget | AutoBudget
 
 
 class SlotInput(NamedTuple):
-    budget: Budget
     past: int  # tokens in front of those to draft
     left: int  # most tokens that may still come, 1 or more
     unseen: int = 0  # tokens of the past that the drafter has still to take in
@@ -154,21 +151,19 @@ class RoundPlan:
     One size holds for all that draft. Where passes are padded, every node of it is a row for the other slots, too.
     """
 
-    def __init__(self, slots: Sequence[SlotInput], *, ahead: bool = False) -> None:
-        """`ahead`: sizes are chosen before the drafts are seen, as for rounds that a device makes."""
-        self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
+    def __init__(self, budgets: Sequence[Budget], inputs: Iterable[SlotInput], *, ahead: bool = False) -> None:
+        """`inputs`: of the same slots, read only where something is to be decided. `ahead`: sizes are chosen before the
+        drafts are seen, as for rounds that a device makes."""
+        self.decisions: list[Decision | None] = [None] * len(budgets)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
         self._probes = False  # whether those that draft only see whether it pays again
         self._told = False  # whether costs learn of the round
-        self._nodes = [s.budget.nodes if isinstance(s.budget, FixedBudget) else 0 for s in slots]
-        self._autos = {i: s.budget for i, s in enumerate(slots) if isinstance(s.budget, AutoBudget)}
+        self._nodes = [b.nodes if isinstance(b, FixedBudget) else 0 for b in budgets]
+        self._autos = {i: b for i, b in enumerate(budgets) if isinstance(b, AutoBudget)}
         if not self._autos:
             return
         requests = set(self._autos.values())
         self._shared = shared = next(iter(requests)).shared
-        self._ahead = ahead
-        self._past = sum([s.past for s in slots]) // len(slots)
-        self._mixed, self._passes = any(self._nodes), 1  # whether fixed budgets draft, too; of the drafter
         shared.rounds += 1
         shared.purse = min(shared.purse + PROBES * len(requests), PURSE)  # each makes a token at least
         if shared.rest and requests <= shared.resting and 2 * len(requests) > len(shared.resting):
@@ -176,6 +171,12 @@ class RoundPlan:
             for i in self._autos:
                 self.decisions[i] = shared.single
             self._autos, self._told = {}, shared.rest % SAMPLE == 0
+            if not self._told:
+                return
+        slots, self._ahead = list(inputs), ahead
+        self._past = sum([s.past for s in slots]) // len(slots)
+        self._mixed, self._passes = any(self._nodes), 1  # whether fixed budgets draft, too; of the drafter
+        if not self._autos:  # all rest
             return
         shared.resting, shared.rest, self._told = requests, 0, True
         self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
@@ -196,7 +197,7 @@ class RoundPlan:
             self.decisions[i] = self._shared.single
         able = [i for i, deepest in self._deepest.items() if deepest and self._repays[i] >= 0]
         if not able:  # nor will these be later
-            self._shared.rest, self._told = REST, False
+            self._shared.rest, self._told = self._shared.longest, False
         if not able or (self._shared.costs.single_due and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
@@ -213,21 +214,24 @@ class RoundPlan:
                 i for i in able if i in self._drafting or added + self._unseen_s[i] < _sum(expected[i]) * self._single_s
             ]
         if self._drafting:
+            self._shared.longest = REST
             self._plan_drafts(expected)
         return self._nodes
 
     def _probe(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
-        shared, count, rest = self._shared, 1, float(REST)
+        shared, count, rest = self._shared, 1, float(self._shared.longest)
         able.sort(key=lambda i: self._autos[i].last)
         while count <= len(able):
             prices, slots = self._prices(count), able[:count]
             if prices.least and all(prices.least_price * self._single_s <= self._repays[i] for i in slots):
-                missing = prices.least_price * count - shared.purse
+                seen = sum(self._unseen_s[i] for i in slots) / self._single_s
+                missing = prices.least_price * count + seen - shared.purse
                 if missing <= 0:
                     return slots
                 rest = min(rest, missing / (PROBES * len(self._autos)))
             count *= 2
+        shared.longest = min(2 * shared.longest, LONGEST)
         shared.rest, self._told = math.ceil(rest), False  # what this round takes says nothing of those
         return []
 
@@ -280,7 +284,11 @@ class RoundPlan:
             self._autos[i].levels = size if shared.proposes == "levels" else None
             if shared.proposes == "tokens" or self._ahead:
                 self._nodes[i] = min(size, self._deepest[i]) if shared.proposes == "tokens" else size
-                taken_s = self._single_s + float(self._lowest.added_s[place - 1]) / len(drafting)
+                taken_s = (
+                    self._single_s
+                    + float(self._lowest.added_s[place - 1]) / len(drafting)
+                    + self._unseen_s[i] * self._probes
+                )
                 tokens = 1 + float(_sum(expected[i][:place]))
                 self.decisions[i] = Decision(self._nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
             else:
@@ -300,14 +308,13 @@ class RoundPlan:
         most = max(int(afforded), least)
         accepted = [each[:most] for each in self.weigh(drafted)]
         size, _ = self._best_size(accepted, prices.nodes_s)
-        spent_s = (
-            float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
-        )
-        taken_s = self._single_s + spent_s / count
+        draft_s = self._passes * self._shared.costs.draft_s(self._past, count)
+        taken_s = self._single_s + (float(prices.nodes_s[size - 1]) if size else draft_s) / count
         for i, each in zip(drafted, accepted, strict=True):
             nodes[i] = min(size, len(each))
             tokens = 1 + float(_sum(each[:size]))
-            self.decisions[i] = Decision(nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
+            whole_s = taken_s + self._unseen_s[i] * self._probes  # others repay it later
+            self.decisions[i] = Decision(nodes[i], tokens, whole_s, self._single_s, probe=self._probes)
         return nodes
 
     def weigh(self, drafted: Mapping[int, DraftTree]) -> list[Floats]:
@@ -323,8 +330,6 @@ class RoundPlan:
 
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
-        if not self._told:
-            return
-        late = [i for i in self._drafting if self._unseen[i] > STEP]
-        told = not (self._mixed or late)  # what drafts take as a rule
-        self._shared.costs.learn(self._past, len(self._drafting) * told, nodes, draft_s / self._passes, rest_s)
+        if self._told:
+            drafts = 0 if self._mixed or any(self._unseen[i] > STEP for i in self._drafting) else len(self._drafting)
+            self._shared.costs.learn(self._past, drafts, nodes, draft_s / self._passes, rest_s)

@@ -31,8 +31,7 @@ class OrtEngine(SlotCalls):
         self.manifest = manifest
         self.inexact = why_inexact(manifest)
         weights = manifest.files[artifact.WEIGHTS].size
-        threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
-        self.threads = threads
+        self.threads = threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
         graph, taps = directory / artifact.TARGET_GRAPH, len(manifest.drafting.tap_layers)
         self.target = OrtLanguageModel(graph, manifest.target_dims, manifest, threads, taps=taps)
         self.drafter = make_drafter(manifest, directory / artifact.DRAFTER_GRAPH, threads)
@@ -54,9 +53,11 @@ class OrtEngine(SlotCalls):
             raise EngineError(f"slot {slot} was not in the last pass, so there is nothing to commit; verify it again")
         request, states = self._last_pass.pop(slot)
         if taps:
-            kept = slice(len(path)) if path[-1] == len(path) - 1 else path  # a slice is copied faster than by indices
-            states = None if states is None else states[kept]
-            self.drafter.append_context(slot, request.tree.token_ids[kept], states)
+            tokens = request.tree.token_ids
+            if len(path) < len(tokens):
+                kept = slice(len(path)) if path[-1] == len(path) - 1 else path  # a slice is copied faster
+                tokens, states = tokens[kept], None if states is None else states[kept]
+            self.drafter.append_context(slot, tokens, states)
         self.target.cache.compact(slot, path, prompt_ends=request.rows == "last")
 
     def warm_up(self, progress: Progress = no_progress) -> None:
