@@ -61,6 +61,8 @@ class BlockDrafter(Drafter):
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
         self._rows[slot], self._first[slot] = min(self._rows[slot], length - context), min(self._first[slot], length)
+        if not length:
+            self._held[slot] = self._held[slot][:0].copy()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""

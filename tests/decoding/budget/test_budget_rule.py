@@ -21,6 +21,7 @@ from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LOSS,
     PROBES,
+    PURSE,
     AutoBudget,
     AutoBudgets,
     Budget,
@@ -218,6 +219,20 @@ def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, uns
     costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
     plan = RoundPlan([AutoBudget(shared_budgets(costly))], [SlotInput(1000, left, unseen=unseen)])
     assert (plan.ceilings()[0] > 0) == drafts, "a thousand tokens cost ten passes"
+
+
+def test_what_a_probe_takes_in_lets_the_next_one_wait_and_is_not_held_against_its_drafts() -> None:
+    costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
+    decisions = []
+    for unseen in (0, 300):
+        shared = shared_budgets(costly)
+        budget = AutoBudget(shared)
+        budget.loss, shared.purse = LOSS, PURSE
+        plan = RoundPlan([budget], [SlotInput(1000, 500, unseen=unseen)])
+        plan.choose([random_tree(np.random.default_rng(0), n) for n in plan.ceilings()])
+        assert shared.purse == pytest.approx(PURSE - unseen / 100)
+        decisions += plan.decisions
+    assert decisions[0] == decisions[1] and decisions[0] is not None and decisions[0].probe
 
 
 def test_drafting_resumes_where_it_pays_again() -> None:

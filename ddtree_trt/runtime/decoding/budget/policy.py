@@ -21,7 +21,10 @@ REPAID = 8  # tokens left for each pass that a probe, or what a drafter has stil
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
-REST, LONGEST = 16, 128  # rounds after which requests that may not draft are weighed again, and twice that each time
+REST, LONGEST = (
+    16,
+    128,
+)  # rounds until requests that may not draft are weighed again: twice as many each time, until one drafts
 SAMPLE = 8  # of which costs learn from one in so many
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
@@ -221,13 +224,13 @@ class RoundPlan:
     def _probe(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
         shared, count, rest = self._shared, 1, float(self._shared.longest)
-        able.sort(key=lambda i: self._autos[i].last)
+        alone_s = self._prices(1).least_price * self._single_s
+        able.sort(key=lambda i: (self._repays[i] < alone_s, self._autos[i].last))
         while count <= len(able):
             prices, slots = self._prices(count), able[:count]
             if prices.least and all(prices.least_price * self._single_s <= self._repays[i] for i in slots):
-                seen = sum(self._unseen_s[i] for i in slots) / self._single_s
-                missing = prices.least_price * count + seen - shared.purse
-                if missing <= 0:
+                if (missing := prices.least_price * count - shared.purse) <= 0:
+                    shared.purse -= sum([self._unseen_s[i] for i in slots]) / self._single_s  # so the next one waits
                     return slots
                 rest = min(rest, missing / (PROBES * len(self._autos)))
             count *= 2
@@ -284,11 +287,7 @@ class RoundPlan:
             self._autos[i].levels = size if shared.proposes == "levels" else None
             if shared.proposes == "tokens" or self._ahead:
                 self._nodes[i] = min(size, self._deepest[i]) if shared.proposes == "tokens" else size
-                taken_s = (
-                    self._single_s
-                    + float(self._lowest.added_s[place - 1]) / len(drafting)
-                    + self._unseen_s[i] * self._probes
-                )
+                taken_s = self._single_s + float(self._lowest.added_s[place - 1]) / len(drafting)
                 tokens = 1 + float(_sum(expected[i][:place]))
                 self.decisions[i] = Decision(self._nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
             else:
@@ -313,8 +312,7 @@ class RoundPlan:
         for i, each in zip(drafted, accepted, strict=True):
             nodes[i] = min(size, len(each))
             tokens = 1 + float(_sum(each[:size]))
-            whole_s = taken_s + self._unseen_s[i] * self._probes  # others repay it later
-            self.decisions[i] = Decision(nodes[i], tokens, whole_s, self._single_s, probe=self._probes)
+            self.decisions[i] = Decision(nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
         return nodes
 
     def weigh(self, drafted: Mapping[int, DraftTree]) -> list[Floats]:
