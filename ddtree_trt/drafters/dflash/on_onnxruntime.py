@@ -73,7 +73,8 @@ class BlockDrafter(Drafter):
                 raise EngineError(f"slot {slot} has no new target states to draft from")
             states = held[self._start[slot] : self._start[slot] + self._rows[slot]]
             self._start[slot], self._rows[slot] = 0, 0
-            self._held[slot] = held if len(held) <= 2 * self._chunk else held[:0].copy()
+            if len(held) > 2 * self._chunk:  # a long prompt's memory, which decoding does not need
+                self._held[slot] = held[:0].copy()
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])

@@ -21,10 +21,7 @@ REPAID = 8  # tokens left for each pass that a probe, or what a drafter has stil
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
-REST, LONGEST = (
-    16,
-    128,
-)  # rounds until requests that may not draft are weighed again: twice as many each time, until one drafts
+REST, LONGEST = 16, 128  # most rounds of a rest unweighed, where none may draft: twice as many each time
 SAMPLE = 8  # of which costs learn from one in so many
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
@@ -329,5 +326,6 @@ class RoundPlan:
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if self._told:
+            # What fixed budgets draft, and drafts that take in much, say nothing of what drafts take as a rule.
             drafts = 0 if self._mixed or any(self._unseen[i] > STEP for i in self._drafting) else len(self._drafting)
             self._shared.costs.learn(self._past, drafts, nodes, draft_s / self._passes, rest_s)
