@@ -5,7 +5,7 @@ import pytest
 from workbench.host import CASES, python_calls
 
 # Of a slot, where 64 share what a round calls once: by stages, and on the device.
-MOST = {"ar": (12, 8), "16 nodes": (21, 8), "auto": (32, 16)}
+MOST = {"ar": (12, 8), "16 nodes": (21, 8), "auto": (30, 15)}
 
 
 @pytest.mark.parametrize("device", [False, True])

@@ -297,15 +297,16 @@ class RoundPlan:
         drafted = {i: tree for i in self._drafting if (tree := trees[i]) is not None}
         if not drafted or self._shared.proposes == "tokens":
             return nodes
-        count, prices = len(self._drafting), self._prices(len(self._drafting))
-        least = int(self._shared.sizes[self._lowest.least])
-        may_lose = self._shared.purse / count if self._probes else LOSS - min([self._autos[i].loss for i in drafted])
+        shared, count = self._shared, len(self._drafting)
+        prices = self._prices(count)
+        least = int(shared.sizes[self._lowest.least])
+        may_lose = shared.purse / count if self._probes else LOSS - min([self._autos[i].loss for i in drafted])
         afforded = prices.nodes_s.searchsorted(may_lose * self._single_s * count, side="right")
         most = max(int(afforded), least)
         accepted = [each[:most] for each in self.weigh(drafted)]
         size, _ = self._best_size(accepted, prices.nodes_s)
-        draft_s = self._passes * self._shared.costs.draft_s(self._past, count)
-        taken_s = self._single_s + (float(prices.nodes_s[size - 1]) if size else draft_s) / count
+        spent_s = float(prices.nodes_s[size - 1]) if size else self._passes * shared.costs.draft_s(self._past, count)
+        taken_s = self._single_s + spent_s / count
         for i, each in zip(drafted, accepted, strict=True):
             nodes[i] = min(size, len(each))
             tokens = 1 + float(_sum(each[:size]))
@@ -326,6 +327,6 @@ class RoundPlan:
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if self._told:
-            # What fixed budgets draft, and drafts that take in much, say nothing of what drafts take as a rule.
-            drafts = 0 if self._mixed or any(self._unseen[i] > STEP for i in self._drafting) else len(self._drafting)
+            late = [i for i in self._drafting if self._unseen[i] > STEP]
+            drafts = 0 if self._mixed or late else len(self._drafting)  # only what they take as a rule
             self._shared.costs.learn(self._past, drafts, nodes, draft_s / self._passes, rest_s)
