@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, help="of the target, with many slots: it writes the answers")
     parser.add_argument("--share", default="0/1", help="data: this process's share of the pools, FIRST/STEP")
     parser.add_argument("--kind", choices=["dflash", "dspark", "eagle3"], default=d.kind)
-    parser.add_argument("--init", type=Path, help="a drafter's folder to begin with; dspark trains its head only")
+    parser.add_argument("--init", type=Path, help="a drafter's folder to begin with")
     parser.add_argument("--rates", type=float, default=1.0, help="times the recipe's; 0.2 to go on with a good drafter")
     parser.add_argument("--taps", type=int, default=d.taps)
     parser.add_argument("--mask-token", help="the token, by text or id, that stands for one to draft")

@@ -17,11 +17,11 @@ from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import QWEN3, Family
 from tools import config_entries
 
-from .model import Config, DFlash, Drafter, Eagle3, make
+from .model import SHORTLIST, Config, DFlash, Drafter, Eagle3, make
 from .settings import DrafterSettings
 from .target import Answer
 
-FIELD = "draft_vocab_size"
+RIGHT = "markov_head.markov_w2.weight"
 
 
 def plain_config(dims: TransformerDims, *, tied: bool, dtype: str, tokens: Config, family: Family = QWEN3) -> Config:
@@ -197,6 +197,8 @@ def write_shortlist(folder: Path, ids: Tensor) -> None:
     """Have the drafter in `folder` draft from the tokens `ids` [V'], rising: `d2t` and the size in its config.json."""
     weights = load_file(folder / "model.safetensors")
     offsets = (ids - torch.arange(len(ids))).to(torch.int32)
+    for name in {RIGHT} & weights.keys():
+        weights[name] = weights[name][ids]
     _replace(folder / "model.safetensors", {**weights, TO_TARGET: offsets})
     config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), FIELD: len(ids)}, indent=2) + "\n")
+    config.write_text(json.dumps({**json.loads(config.read_text()), SHORTLIST: len(ids)}, indent=2) + "\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from .settings import Schedule
 
@@ -123,6 +124,8 @@ class Run:
         shown = copy.deepcopy(self.model).requires_grad_(False).eval()
         for p, value in zip(shown.parameters(), self.average, strict=True):
             p.copy_(value)
+        for module in filter(is_parametrized, list(shown.modules())):
+            remove_parametrizations(module, "weight")
         return shown
 
 

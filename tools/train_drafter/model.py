@@ -5,6 +5,7 @@ H hidden size, Hq/Hkv query and key-value heads, G queries a key, D head size, V
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 
@@ -19,6 +21,9 @@ from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.drafters.tapped import TO_TARGET
 
 from .blocks import Blocks
+
+SHORTLIST = "draft_vocab_size"  # in a configuration
+BOLD = 4.0  # how many times as far as another weight's a step moves a projection
 
 Config = dict[str, Any]
 KeyValue = tuple[Tensor, Tensor]
@@ -48,14 +53,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
+class Projection(nn.Module):
+    """A table of a head as a projection of the target's, [V, H]: a free one learns the answers by heart."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = [table / table.std() * BOLD]  # in no state
+
+    def forward(self, projection: Tensor) -> Tensor:
+        return self.table[0].to(projection.dtype) @ projection
+
+
 class MarkovHead(nn.Module):
     """DSpark's addition to the logits of a position: W2·W1[the token before it]. It adds nothing at first."""
 
-    def __init__(self, vocabulary: int, rank: int) -> None:
+    def __init__(self, vocabulary: int, rank: int, drafted: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
+
+    def project(self, embedding: Tensor, head: Tensor) -> None:
+        """Have tables that learnt nothing learn as projections of the target's."""
+        for part, table in ((self.markov_w1, embedding), (self.markov_w2, head)):
+            width = table.shape[1]
+            part.weight = nn.Parameter(part.weight.detach()[:width] / (BOLD * math.sqrt(width)))
+            register_parametrization(part, "weight", Projection(table), unsafe=True)
 
     def forward(self, before: Tensor) -> Tensor:
         """before [...], the ids of the tokens before -> [..., V]."""
@@ -78,7 +101,8 @@ class DFlash(Rotary):
         self.norm, self.hidden_norm = (nn.RMSNorm(hidden, eps=cfg["rms_norm_eps"]) for _ in range(2))
         self.fc = nn.Linear(len(section["target_layer_ids"]) * hidden, hidden, bias=False)
         rank = section.get("markov_rank", 0)
-        self.markov_head = MarkovHead(cfg["vocab_size"], rank) if rank else None
+        sizes = cfg["vocab_size"], rank, cfg.get(SHORTLIST) or cfg["vocab_size"]
+        self.markov_head = MarkovHead(*sizes) if rank else None
 
     def drafts(self, blocks: Blocks, embedding: Tensor) -> Tensor:
         """Final states [N, A, B-1, H] of the masked positions."""

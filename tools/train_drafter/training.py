@@ -10,7 +10,7 @@ from . import data
 from .blocks import block_loss, cut_blocks, drop_channels, random_anchors, read_texts
 from .drafter import drafter_config, fresh, save
 from .loop import Log, Run, train
-from .model import Drafter, load_drafter
+from .model import DFlash, Drafter, load_drafter
 from .settings import DrafterSettings
 from .target import Target
 from .validation import tokens_per_round
@@ -31,16 +31,19 @@ def train_drafter(
     """Train a drafter on the pools in `answers`, or go on from work/checkpoint.pt; whether the end was reached.
 
     Reads validation.safetensors beside that folder; writes work/{checkpoint.pt, train.log, best/}. init: a drafter to
-    begin with; below DSpark's head it then stays as it is.
+    begin with; the head of DSpark's begins anew.
     """
     schedule = settings.schedule
     config = drafter_config(target.model.config.to_dict(), settings, target.taps, mask)
     model = fresh(config, target.model.state_dict(), target.model.config.num_hidden_layers, settings.seed)
     if init is not None:
-        model.load_state_dict(load_drafter(init).state_dict(), strict=False)
-        if settings.kind == "dspark":
+        body = {name: value for name, value in load_drafter(init).state_dict().items() if "markov" not in name}
+        model.load_state_dict(body, strict=False)
+        if settings.frozen:
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("markov_head."))
+    if isinstance(model, DFlash) and model.markov_head is not None and not settings.frozen:
+        model.markov_head.project(target.embedding, target.head)
     work.mkdir(parents=True, exist_ok=True)
     run = Run(model.to(target.embedding.device), schedule, work / "checkpoint.pt")
     stored, check = data.Answers(answers), data.read(answers.parent / "validation.safetensors")

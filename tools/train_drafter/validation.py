@@ -48,13 +48,13 @@ def _candidates(model: Drafter, target: Target, blocks: Blocks, top: int, shortl
     else:
         top = min(MARKOV_CANDIDATES, len(head))
     best, ids = logits.topk(top, -1)
-    ids = ids if shortlist is None else shortlist.to(ids.device)[ids]
+    drafted, ids = ids, ids if shortlist is None else shortlist.to(ids.device)[ids]
     values, tokens = best.cpu().numpy(), ids.int().cpu().numpy()
     if markov is None:
         return [Marginals(*each) for each in zip(values, tokens, strict=True)]
     anchors = blocks.before[0, :, :1, None].expand(-1, 1, top)
     left = markov.markov_w1(torch.cat([anchors, ids[:, :-1]], 1)).float().cpu().numpy()
-    right = markov.markov_w2.weight[ids].float().cpu().numpy()
+    right = markov.markov_w2.weight[drafted].float().cpu().numpy()
     return [Bilinear(*each) for each in zip(values, tokens, left, right, strict=True)]
 
 

@@ -51,7 +51,9 @@ DFLASH = DrafterSettings(
     block=16, short_block=16, layers=2, taps=(1, 3, 4), tap_dropout=0.0, sequences=3, position_decay=7.0,
     label_share=1.0, dtype="float16", schedule=_DRAFTER,
 )  # fmt: skip
-DSPARK = replace(DFLASH, kind="dspark", schedule=replace(_DRAFTER, adam_rate=4e-3, seconds=660.0))
+DSPARK = replace(
+    DFLASH, kind="dspark", markov_rank=16, frozen=True, schedule=replace(_DRAFTER, adam_rate=4e-3, seconds=660.0)
+)
 EAGLE3 = replace(
     # Small, so that this drafter and DSpark's have less than 3 MB together; a decay of 0.8 a step, as in the paper's
     # code.

@@ -29,7 +29,7 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     RoundPlan,
     SlotInput,
 )
-from ddtree_trt.runtime.engines.profile import PassTimes, Profile
+from ddtree_trt.runtime.engines.profile import Correction, PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, Marginals, build_tree, chain
@@ -294,6 +294,18 @@ def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, qua
 def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None:
     answers = [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
     assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 2.5])
+def test_what_a_busy_machine_taught_is_soon_unlearnt(ratio: float) -> None:
+    """By the next process: the engine's profile has it, of so many rounds that new ones would not tell."""
+    machine, answers = MACHINES["tiny"], [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
+    shared = machine.budgets(1)
+    learnt = [Correction("verify", 1, size, ratio, 4000) for size in range(4, 10)]
+    learnt += [Correction("verify", 1, 0, 1.0, 4000), Correction("draft", 1, 0, ratio, 4000)]
+    shared.costs = Costs(replace(shared.costs.corrected, corrections=tuple(learnt)), shared.max_nodes)
+    spent_s = play(machine, answers, 1, lambda: AutoBudget(shared))[0]
+    assert spent_s <= 1.2 * seconds_of(machine, answers, 1)
 
 
 @pytest.mark.parametrize("slots", [1, 8])

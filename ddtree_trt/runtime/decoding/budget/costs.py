@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ddtree_trt.runtime.engines.profile import Correction, Profile
 
 STEP = 64  # tokens of context over which costs are taken as constant
-SLOWEST = 1 / 64  # least weight of a new round in a mean
+SLOWEST = 1 / 32  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
 PACE = 1 / 2  # weight of a round of a well-known kind in what all take at the moment
 KNOWN = 4  # rounds of a kind after which it has half that weight
@@ -42,12 +42,12 @@ class Costs:
         sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
-        self._means = {(each.kind, each.slots, each.size): each for each in profile.corrections}
+        found = (replace(each, rounds=min(each.rounds, KNOWN)) for each in profile.corrections)  # it may have been busy
+        self._means = {(each.kind, each.slots, each.size): each for each in found}
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
-        self.rounds = 0  # that were learnt from
-        self._singles, self._drafted = 0, 0  # rounds without a draft, and those with one since the last of them
+        self.rounds = self._singles = self._drafted = 0  # learnt from; without a draft; with one since the last of them
         # What the profile says does not change, and there are few kinds of rounds.
         self._profiled_draft_s = lru_cache(KINDS)(self._draft_at)
         self._profiled_verify_s = lru_cache(KINDS)(self._verify_at)
