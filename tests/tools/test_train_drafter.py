@@ -1,5 +1,6 @@
 """The drafters' training: prompts, stored answers, blocks, the loop and what it exports."""
 
+import copy
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import runpy
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +44,7 @@ from tools.train_drafter.validation import drafts, rounds
 
 LAYERS, VOCABULARY, MASK = 6, 96, 95
 TEMPLATE = "t2 {% for m in messages %}{{ m['content'] }} {{ 't3' if m['role'] == 'user' else 't1' }} {% endfor %}"
-SCHEDULE = Schedule(steps=20, warmup=2, micro_batches=2, muon_rate=0.05, adam_rate=0.02, average=0.5)
+SCHEDULE = Schedule(steps=20, warmup=2, micro_batches=2, muon_rate=0.05, adam_rate=0.02, average=0.5, check_s=0.0)
 DRAFTER = DrafterSettings(block=4, layers=2, taps=2, sequences=3, anchors=6, markov_rank=3, schedule=SCHEDULE)
 SETTINGS = Settings(
     data=DataSettings(batch=8, pool=2, max_new=24, max_prompt=80, self_tokens=12, most_turns=3),
@@ -308,11 +310,15 @@ def test_the_package_drafts_as_the_training_code(
     model = make_drafter(target, replace(DRAFTER, kind=kind, window=window))
     if model.markov_head is not None:
         torch.nn.init.normal_(model.markov_head.markov_w2.weight)
-        model.markov_head.project(target.embedding, target.head)
+        tables, given = (target.embedding, target.head), copy.deepcopy(model.markov_head)
+        model.markov_head.project(tables, given)
         model = loop.Run(model, SCHEDULE, tmp_path / "none").averaged()
     save(model, model.cfg, tmp_path / "best")
     if shortlist:
         write_shortlist(tmp_path / "best", torch.arange(1, VOCABULARY, 2))
+    if model.markov_head is not None:  # the same where training goes on with it
+        given.project(tables, load_drafter(tmp_path / "best").markov_head, read_shortlist(tmp_path / "best"))
+        assert all(map(partial(torch.allclose, atol=0.02), given.tables, model.markov_head.tables))
     engine = build_engine(folder, tmp_path / "best", tmp_path / "engine")
     dims = engine.manifest.drafting.dims
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (4, MASK, target.taps)

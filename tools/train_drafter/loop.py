@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from .settings import Schedule
 
@@ -124,9 +123,10 @@ class Run:
         shown = copy.deepcopy(self.model).requires_grad_(False).eval()
         for p, value in zip(shown.parameters(), self.average, strict=True):
             p.copy_(value)
-        for module in filter(is_parametrized, list(shown.modules())):
-            remove_parametrizations(module, "weight")
-        return shown
+        for module in list[Any](shown.modules()):
+            if hasattr(module, "settle"):  # its weights are not yet what is exported
+                module.settle()
+        return shown.requires_grad_(False)
 
 
 def train(run: Run, loss_of: Loss, measure: Measure, export: Callable[[Any], None], log: Log) -> bool:

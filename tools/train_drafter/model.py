@@ -5,7 +5,7 @@ H hidden size, Hq/Hkv query and key-value heads, G queries a key, D head size, V
 """
 
 import json
-import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 
@@ -53,36 +52,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
-class Projection(nn.Module):
-    """A table of a head as a projection of the target's, [V, H]: a free one learns the answers by heart."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.table = [table / table.std() * BOLD]  # in no state
-
-    def forward(self, projection: Tensor) -> Tensor:
-        return self.table[0].to(projection.dtype) @ projection
-
-
 class MarkovHead(nn.Module):
-    """DSpark's addition to the logits of a position: W2·W1[the token before it]. It adds nothing at first."""
+    """DSpark's addition to the logits of a position: W2·W1[the token before it]. It adds nothing at first.
+
+    Between `project` and `settle` its weights are [H, r], and the tables the target's times them: free ones learn the
+    answers by heart. W2 may have fewer tokens, V', those of a shortlist.
+    """
 
     def __init__(self, vocabulary: int, rank: int, drafted: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
+        self.targets: Callable[[], tuple[Tensor, Tensor]] | None = None  # a function is not copied with the module
 
-    def project(self, embedding: Tensor, head: Tensor) -> None:
-        """Have tables that learnt nothing learn as projections of the target's."""
-        for part, table in ((self.markov_w1, embedding), (self.markov_w2, head)):
-            width = table.shape[1]
-            part.weight = nn.Parameter(part.weight.detach()[:width] / (BOLD * math.sqrt(width)))
-            register_parametrization(part, "weight", Projection(table), unsafe=True)
+    def project(self, tables: tuple[Tensor, Tensor], given: Any = None, ids: Tensor | None = None) -> None:
+        """`tables`: the target's. Begins anew, or as the head `given`, whose W2 is of the tokens `ids`, or of all."""
+        self.targets, self.scales = lambda: tables, [BOLD / float(table.float().std()) for table in tables]
+        left = torch.randn(tables[0].shape[1], self.markov_w1.embedding_dim) / tables[0].shape[1] ** 0.5 / BOLD
+        right = torch.zeros_like(left)
+        if given is not None:
+            known = tables[0].cpu(), tables[1].cpu() if ids is None else tables[1].cpu()[ids]
+            parts = zip(known, given.tables, self.scales, strict=True)
+            left, right = (torch.linalg.lstsq(s * a.float(), b.float()).solution for a, b, s in parts)
+        self.markov_w1.weight, self.markov_w2.weight = nn.Parameter(left), nn.Parameter(right)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """W1 [V, r] and W2 [V', r]."""
+        left, right = self.markov_w1.weight, self.markov_w2.weight
+        if self.targets is None:
+            return left, right
+        (one, two), (a, b) = self.targets(), self.scales
+        return one.to(left.dtype) @ (left * a), two.to(right.dtype) @ (right * b)
+
+    def settle(self) -> None:
+        tables, self.targets = self.tables, None
+        self.markov_w1.weight, self.markov_w2.weight = map(nn.Parameter, tables)
 
     def forward(self, before: Tensor) -> Tensor:
-        """before [...], the ids of the tokens before -> [..., V]."""
-        return self.markov_w2(self.markov_w1(before))
+        """before [...], the ids of the tokens before -> [..., V']."""
+        left, right = self.tables
+        return F.embedding(before, left) @ right.T
 
 
 class DFlash(Rotary):

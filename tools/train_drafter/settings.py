@@ -49,7 +49,7 @@ class DrafterSettings:
     inner: int = 0  # of the feed-forward network; 0: as the target's
     taps: int | tuple[int, ...] = 4  # target layers read, or how many, from the second to the third from last
     markov_rank: int = 32  # of DSpark's head
-    frozen: bool = False  # all but DSpark's head, whose tables are then free
+    frozen: bool = False  # all but DSpark's head, which then has tables of its own
     tap_dropout: float = 0.1  # of the tapped channels, the same ones all through an answer
     sequences: int = 8  # of one micro-batch,
     tokens: int = 4096  # or fewer that have no more than so many tokens

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import data
 from .blocks import block_loss, cut_blocks, drop_channels, random_anchors, read_texts
-from .drafter import drafter_config, fresh, save
+from .drafter import drafter_config, fresh, read_shortlist, save
 from .loop import Log, Run, train
 from .model import DFlash, Drafter, load_drafter
 from .settings import DrafterSettings
@@ -31,19 +31,21 @@ def train_drafter(
     """Train a drafter on the pools in `answers`, or go on from work/checkpoint.pt; whether the end was reached.
 
     Reads validation.safetensors beside that folder; writes work/{checkpoint.pt, train.log, best/}. init: a drafter to
-    begin with; the head of DSpark's begins anew.
+    begin with.
     """
     schedule = settings.schedule
     config = drafter_config(target.model.config.to_dict(), settings, target.taps, mask)
     model = fresh(config, target.model.state_dict(), target.model.config.num_hidden_layers, settings.seed)
-    if init is not None:
-        body = {name: value for name, value in load_drafter(init).state_dict().items() if "markov" not in name}
+    given = None if init is None else load_drafter(init)
+    if given is not None:
+        body = {name: value for name, value in given.state_dict().items() if "markov" not in name}
         model.load_state_dict(body, strict=False)
-        if settings.frozen:
-            for name, p in model.named_parameters():
-                p.requires_grad_(name.startswith("markov_head."))
-    if isinstance(model, DFlash) and model.markov_head is not None and not settings.frozen:
-        model.markov_head.project(target.embedding, target.head)
+    if settings.frozen:
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith("markov_head."))
+    elif isinstance(model, DFlash) and model.markov_head is not None:
+        tables, ids = (target.embedding, target.head), None if init is None else read_shortlist(init)
+        model.markov_head.project(tables, getattr(given, "markov_head", None), ids)
     work.mkdir(parents=True, exist_ok=True)
     run = Run(model.to(target.embedding.device), schedule, work / "checkpoint.pt")
     stored, check = data.Answers(answers), data.read(answers.parent / "validation.safetensors")

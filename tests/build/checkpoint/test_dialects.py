@@ -298,6 +298,14 @@ def test_tables_are_the_drafters_own_where_it_holds_them(tmp_path: Path, name: s
     assert (dims.own_embedding, dims.own_head) == ("embed_tokens.weight" in held, "lm_head.weight" in held)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_head_over_fewer_tokens_is_its_own_or_rows_of_the_targets(tmp_path: Path, held: bool) -> None:
+    weights = {**weights_of("specforge"), "d2t": np.zeros(30, np.int64)}
+    head = {"lm_head.weight": np.zeros((30, TARGET_DIMS.hidden_size), np.float32)} if held else {}
+    path = make_dialect(tmp_path, "specforge", {"draft_vocab_size": 30}, weights={**weights, **head})
+    assert dims_of(path).own_head is held and bool(load_checkpoint(path).kind.borrowed_rows) is not held
+
+
 def test_a_mask_with_an_embedding_of_its_own(tmp_path: Path) -> None:
     (make_dialect(tmp_path, "zlab") / "mask_embedding.pt").write_bytes(b"")
     assert "has mask_embedding.pt" in refusal(tmp_path)

@@ -29,7 +29,7 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     RoundPlan,
     SlotInput,
 )
-from ddtree_trt.runtime.engines.profile import Correction, PassTimes, Profile
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, Marginals, build_tree, chain
@@ -296,16 +296,18 @@ def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None
     assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
 
 
-@pytest.mark.parametrize("ratio", [0.4, 2.5])
-def test_what_a_busy_machine_taught_is_soon_unlearnt(ratio: float) -> None:
-    """By the next process: the engine's profile has it, of so many rounds that new ones would not tell."""
+@pytest.mark.parametrize(("reopened", "within"), [(False, 1.45), (True, 1.25)])
+def test_what_a_busy_machine_taught_is_soon_unlearnt(reopened: bool, within: float) -> None:
+    """By the process that saw it, and by the next: of so many rounds that a few new ones hardly count."""
     machine, answers = MACHINES["tiny"], [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
     shared = machine.budgets(1)
-    learnt = [Correction("verify", 1, size, ratio, 4000) for size in range(4, 10)]
-    learnt += [Correction("verify", 1, 0, 1.0, 4000), Correction("draft", 1, 0, ratio, 4000)]
-    shared.costs = Costs(replace(shared.costs.corrected, corrections=tuple(learnt)), shared.max_nodes)
+    for nodes in (3, 4, 6, 8, 12, 16, 0) * 200:
+        load = 2.5 if nodes else 1.0
+        shared.costs.learn(0, min(nodes, 1), [nodes], load * machine.draft_s(1), load * machine.verify_s([1 + nodes]))
+    if reopened:
+        shared.costs = Costs(shared.costs.corrected, shared.max_nodes)
     spent_s = play(machine, answers, 1, lambda: AutoBudget(shared))[0]
-    assert spent_s <= 1.2 * seconds_of(machine, answers, 1)
+    assert spent_s <= within * seconds_of(machine, answers, 1)
 
 
 @pytest.mark.parametrize("slots", [1, 8])
