@@ -92,12 +92,10 @@ def test_what_rounds_show_is_saved_with_the_engine(
     assert known.corrections and read_profile(directory / PROFILE) == known
     before = {(c.kind, c.slots, c.size): c.rounds for c in known.corrections}
     llm = LLM(directory)
-    means = llm.core.maker._budgets.costs._means
-    assert {key: each.ratio for key, each in means.items()} == {
-        (c.kind, c.slots, c.size): c.ratio for c in known.corrections
-    }
+    opened = llm.core.maker._budgets.costs.corrected
+    assert [c.ratio for c in opened.corrections] == [c.ratio for c in known.corrections]
     llm.generate("One and one", params)
-    del llm, means  # closed by nobody
+    del llm  # closed by nobody
     gc.collect()
     after = {(c.kind, c.slots, c.size): c.rounds for c in read_profile(directory / PROFILE).corrections}
     assert sum(after.values()) > sum(min(rounds, KNOWN) for rounds in before.values())

@@ -35,4 +35,4 @@ def test_dry_run(tmp_path: Path) -> None:
             assert 1 <= row["device"]["tokens_per_round"] <= 1 + row["budget"] and row["device"]["round_ms"] > 0
     (batch,) = result["batches"]
     assert {(row["slots"], row["tokens"]) for row in batch["rounds"]} == {(n, 1 << i) for n in (1, 2) for i in range(7)}
-    assert min(result["tokens_per_second"].values()) > 0
+    assert min(result["tokens_per_second"].values()) > 0 and len(result["targets"]) == 6 + 2 + 1

@@ -329,6 +329,7 @@ def test_the_package_drafts_as_the_training_code(
     (draft,) = engine.draft([DraftRequest(0, bonus, top, 1)])
     answer = Answer([*tokens, bonus, 0], ((len(tokens), len(tokens) + 2),), 0.0)
     ((found,),) = drafts(load_drafter(tmp_path / "best"), exact, answer, top, read_shortlist(tmp_path / "best"))
+    assert isinstance(found, Bilinear if kind == "dspark" else Marginals)
     if isinstance(found, Bilinear):
         parts = vars(found).items()
         assert parts and all(np.allclose(getattr(draft.candidates, name), part, atol=1e-4) for name, part in parts)

@@ -59,6 +59,16 @@ class Scale:
 # With its root each tree fills a size that passes are padded to: one node more would take the next size.
 FULL = Scale((1024, 8192), (15, 31, 63, 127, 255), 20, ("bf16", "fp16", "fp32"), 6, 96, 64, 512)
 DRY = Scale((16, 40), (3, 15), 2, ("fp32",), 1, 12, 2, 16)
+COMPARED_BUDGET = 63
+# Targets on an H200.
+AR_OVER_FLOOR = 1.15
+ROUND_OVER_AR = 1.40
+GAP_US = 50.0
+# Goals on an H100.
+ROUND_MS = 9.3  # of the shape GOAL with COMPARED_BUDGET nodes behind the shorter past
+GOAL = "qwen3-8b"
+BEST_OVER_AUTO = 1.03  # tokens per second of the best fixed budget over those of automatic ones, of the packaged pair
+STEP_OVER_GRAPHS = 1.25  # with all slots
 
 
 class Report:
@@ -188,6 +198,41 @@ def tokens_per_second(folder: Path, scale: Scale) -> dict[str, float]:
     return {case: tokens[case] / spent[case] for case in tokens}
 
 
+def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each target with the figure found, for every shape and past."""
+    rows: list[dict[str, Any]] = []
+
+    def add(where: str, what: str, found: float, wanted: float) -> None:
+        rows.append({"where": where, "what": what, "found": found, "wanted": wanted, "met": found <= wanted})
+
+    copy = (body.get("ceilings") or {}).get("copy_gb_per_s")
+    for pair in body["pairs"]:
+        for run in pair["runs"]:
+            where, ar = f"{pair['shape']}, past {run['past']}", run.get("ar")
+            step_ms = ar["round_ms"]["median"] if ar else None
+            if step_ms and copy:
+                floor_ms = (pair["weight_bytes"] + run["past"] * pair["kv_bytes_per_token"]) / copy / 1e6
+                add(where, "ar step over the time to read weights and cache", step_ms / floor_ms, AR_OVER_FLOOR)
+            rounds = {row["budget"]: row for row in run["ddtree"]}
+            row = rounds.get(min(COMPARED_BUDGET, max(rounds, default=0)), {})
+            device = row.get("device")
+            if device and step_ms:
+                add(where, "ddtree round over ar step", device["round_ms"] / step_ms, ROUND_OVER_AR)
+            if device:
+                add(where, "gap between rounds the host sees, us", device["gap_us"], GAP_US)
+            if device and pair["shape"] == GOAL and run is pair["runs"][0]:
+                add(where, "ddtree round, ms", device["round_ms"], ROUND_MS)
+    for batch in body.get("batches", []):
+        for method, step in batch["steps"].items():
+            if step:
+                where = f"{batch['shape']}, {step['slots']} slots, {method}"
+                add(where, "step over its graphs", step["step_ms"] / step["graphs_ms"], STEP_OVER_GRAPHS)
+    if speeds := body.get("tokens_per_second"):
+        best = max(speed for case, speed in speeds.items() if "@auto" not in case)
+        add("the packaged pair", "best fixed budget over auto", best / speeds["ddtree@auto+device"], BEST_OVER_AUTO)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
@@ -207,7 +252,7 @@ def main() -> int:
         find_shape(name)
     args.result.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": SCHEMA_VERSION, "dry_run": args.dry_run, "machine": machine(device)}
-    body |= {"correctness": {}, "ceilings": None, "pairs": []}
+    body |= {"correctness": {}, "ceilings": None, "pairs": [], "targets": []}
     report = Report(args.result, body, args.minutes)
     body = report.body
     if args.kernel_check is not None:
@@ -234,7 +279,10 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     body["batches"] = [measure_batches(shapes[0], scale, device, report)]
+    body["targets"] = report.step("targets", lambda: targets(body)) or []
     report.note("end", "ok")
+    for row in body["targets"]:
+        print(f"{row['where']}: {row['what']}: {row['found']:.2f} (wanted {row['wanted']}): {row['met']}")
     return 1 if report.failed else 0
 
 

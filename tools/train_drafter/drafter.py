@@ -197,7 +197,8 @@ def write_shortlist(folder: Path, ids: Tensor) -> None:
     """Have the drafter in `folder` draft from the tokens `ids` [V'], rising: `d2t` and the size in its config.json."""
     weights = load_file(folder / "model.safetensors")
     offsets = (ids - torch.arange(len(ids))).to(torch.int32)
-    weights |= {RIGHT: weights[RIGHT][ids]} if RIGHT in weights else {}
+    if RIGHT in weights:
+        weights[RIGHT] = weights[RIGHT][ids]
     _replace(folder / "model.safetensors", {**weights, TO_TARGET: offsets})
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), SHORTLIST: len(ids)}, indent=2) + "\n")

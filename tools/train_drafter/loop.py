@@ -124,9 +124,9 @@ class Run:
         for p, value in zip(shown.parameters(), self.average, strict=True):
             p.copy_(value)
         for module in list[Any](shown.modules()):
-            if hasattr(module, "settle"):  # its weights are not yet what is exported
+            if hasattr(module, "settle"):
                 module.settle()
-        return shown.requires_grad_(False)
+        return shown
 
 
 def train(run: Run, loss_of: Loss, measure: Measure, export: Callable[[Any], None], log: Log) -> bool:

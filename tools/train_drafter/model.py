@@ -87,8 +87,9 @@ class MarkovHead(nn.Module):
         return one.to(left.dtype) @ (left * a), two.to(right.dtype) @ (right * b)
 
     def settle(self) -> None:
+        """Have the tables as weights that learn no more, as they are exported."""
         tables, self.targets = self.tables, None
-        self.markov_w1.weight, self.markov_w2.weight = map(nn.Parameter, tables)
+        self.markov_w1.weight, self.markov_w2.weight = (nn.Parameter(table, False) for table in tables)
 
     def forward(self, before: Tensor) -> Tensor:
         """before [...], the ids of the tokens before -> [..., V']."""

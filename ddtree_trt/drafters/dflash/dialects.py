@@ -203,7 +203,7 @@ def _dspark(title: str, architecture: str, *, own_tables: bool) -> Dialect:
         fields=known(_COMMON, _FLAT, _MARKOV, _CONFIDENCE, _VOCABULARIES, {SECTION: None}, neutral),
         sections={SECTION: known(_COMMON, _IN_SECTION, _MARKOV, _CONFIDENCE, _VOCABULARIES, neutral)},
         read_dims=partial(_flat_dims, anchor_first=True, own_tables=own_tables),
-        settle=lambda dims, stored: replace(dims.as_stored(stored), own_head=OWN_HEAD in stored),
+        settle=lambda dims, stored: replace(dims, own_embedding=OWN_EMBEDDING in stored, own_head=OWN_HEAD in stored),
         unused=(_CONFIDENCE_HEAD,),
     )
 

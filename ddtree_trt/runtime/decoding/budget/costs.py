@@ -42,7 +42,7 @@ class Costs:
         sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
-        found = (replace(each, rounds=min(each.rounds, KNOWN)) for each in profile.corrections)  # it may have been busy
+        found = (replace(each, rounds=min(each.rounds, KNOWN)) for each in profile.corrections)  # maybe of a busy hour
         self._means = {(each.kind, each.slots, each.size): each for each in found}
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
