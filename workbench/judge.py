@@ -135,7 +135,7 @@ def play(
     while waiting or running:
         running += [_Slot(waiting.popleft(), make()) for _ in range(min(len(waiting), slots - len(running)))]
         inputs = [SlotInput(PAST + s.place, s.left) for s in running]
-        plan = RoundPlan([s.budget for s in running], inputs, ahead=late)
+        plan = RoundPlan.of([s.budget for s in running], inputs, ahead=late)
         nodes = plan.ceilings()
         for s in running:
             s.unread()

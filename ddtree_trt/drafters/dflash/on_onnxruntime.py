@@ -61,7 +61,7 @@ class BlockDrafter(Drafter):
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
         self._rows[slot], self._first[slot] = min(self._rows[slot], length - context), min(self._first[slot], length)
-        if not length:
+        if not length and len(self._held[slot]) > 2 * self._chunk:
             self._held[slot] = self._held[slot][:0].copy()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:

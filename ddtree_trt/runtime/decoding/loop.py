@@ -201,7 +201,7 @@ def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> 
         return False
     slots, lefts = [slot for _, slot, _ in going], [left for _, _, left in going]
     inputs = map(SlotInput, map(engine.length, slots), lefts, map(engine.unseen, slots))
-    plan = RoundPlan([s.budget for s, _, _ in going], inputs, ahead=True)
+    plan = RoundPlan.of([s.budget for s, _, _ in going], inputs, ahead=True)
     longest, requests = engine.manifest.drafting.longest_draft, []
     for place, ((s, slot, _), nodes) in enumerate(zip(going, plan.ceilings(), strict=True)):
         params, chain = s.params, not s.method.branches
@@ -256,7 +256,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         slot_rounds = [_SlotRound(s, engine) for s in sorted(sequences, key=_SLOT)]
         left = [part.sequence.max_tokens - len(part.sequence.output) for part in slot_rounds]
         inputs = map(SlotInput, map(_PAST, slot_rounds), left, map(engine.unseen, map(_SLOT, slot_rounds)))
-        budgets = RoundPlan([part.sequence.budget for part in slot_rounds], inputs)
+        budgets = RoundPlan.of([part.sequence.budget for part in slot_rounds], inputs)
         for part, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
             part.ceiling = ceiling
         drafting = [part for part in slot_rounds if part.ceiling > 0]

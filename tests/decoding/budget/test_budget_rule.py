@@ -17,11 +17,13 @@ from scripted_models import Good, MarkovTarget
 
 from ddtree_trt import _native
 from ddtree_trt.drafters.kind import Drafts
-from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.costs import WARM, Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
+    LONGEST,
     LOSS,
     PROBES,
     PURSE,
+    REST,
     AutoBudget,
     AutoBudgets,
     Budget,
@@ -34,7 +36,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, Marginals, build_tree, chain
 from workbench.drafts import Text
-from workbench.judge import MACHINES, Machine, play
+from workbench.judge import MACHINES, PAST, Machine, play
 
 PROFILES = {"cpu": (CPU, False), "slow-cpu": (SLOW_CPU, False), "gpu": (GPU, False)}
 PROFILES |= {name: (profile, True) for name, profile in CHAINS.items()}
@@ -92,7 +94,7 @@ def decode(answer: Text, budget: Budget, profile: Profile, *, chains: bool = Fal
     """One request in the profile's own time. `chains`: the drafter drafts token by token."""
     spent, place, left = Spent(), 0, len(answer.tokens) - 1
     while left:
-        plan = RoundPlan([budget], [SlotInput(0, left)])
+        plan = RoundPlan.of([budget], [SlotInput(0, left)])
         (most,), tree = plan.ceilings(), EMPTY
         if most:
             drafted = chain(np.zeros(min(most, DEPTH), np.int32)) if chains else answer.tree(place, most)
@@ -182,7 +184,7 @@ def test_an_output_that_ends_with_its_first_draft_tells_the_others() -> None:
     """Else requests whose answers are a token and the end would draft in vain for ever."""
     shared, tree = shared_budgets(CPU), random_tree(np.random.default_rng(0), 16)
     before, budget = shared.expected.sum(), AutoBudget(shared)
-    plan = RoundPlan([budget], [SlotInput(100, 100)])
+    plan = RoundPlan.of([budget], [SlotInput(100, 100)])
     assert plan.ceilings()[0]
     plan.choose([tree])
     assert plan.decisions[0] is not None
@@ -190,34 +192,47 @@ def test_an_output_that_ends_with_its_first_draft_tells_the_others() -> None:
     assert shared.expected.sum() < before
 
 
-def test_a_rest_outlasts_requests_that_leave_but_none_that_come() -> None:
-    """Until half have left: then a draft may pay again. Costs learn of rounds that were not planned."""
+def test_a_plan_without_drafts_holds_for_its_requests_and_for_a_while() -> None:
+    """Costs learn of rounds that were not planned."""
     dear = Profile("", PassTimes(1, 64, 9.0, ((1, 1.0), (65, 2.28))))
     shared = make_budgets(dear, 64, DEPTH)
     budgets = [AutoBudget(shared) for _ in range(5)]
 
     def rests(those: Sequence[AutoBudget]) -> bool:
-        before, plan = shared.rest, RoundPlan(those, [SlotInput(100, 200)] * len(those))
+        before, plan = shared.plan, RoundPlan.of(those, [SlotInput(100, 200)] * len(those))
         assert plan.ceilings() == [0] * len(those)
         plan.took(0.0, 1.0, [0] * len(those))
-        return shared.rest < before
+        return plan is before
 
-    assert not rests(budgets[:4])
-    assert rests(budgets[:4])
-    assert rests(budgets[:3])
-    assert not rests(budgets[:2])
-    assert rests(budgets[:2])
-    assert not rests(budgets[1:3])
-    shared.costs.rounds = 0
-    while rests(budgets[1:3]):
-        pass
-    assert shared.costs.rounds > 0
+    assert not rests(budgets[:4]) and rests(budgets[:4])
+    assert not rests(budgets[:3]) and rests(budgets[:3])
+    assert not rests(budgets[1:4])
+    held = [rests(budgets[1:4]) for _ in range(10 * LONGEST)]
+    assert held.index(False) == 4 * REST and held.count(False) < 2 * len(held) / LONGEST, "twice as long each time"
+    assert shared.rounds > len(held) - LONGEST and shared.costs.rounds > len(held) / (WARM + 1)
+
+
+class Caches(Machine):
+    """A round without drafts behind one with takes twice as long as the eighth in a row."""
+
+    def verify_s(self, tokens: Sequence[int]) -> float:
+        singles = 0 if max(tokens) > 1 else vars(self).get("singles", 0) + 1
+        vars(self)["singles"] = singles
+        return super().verify_s(tokens) * (2.0 if 0 < singles < WARM else 1.0)
+
+
+def test_what_single_tokens_take_is_told_by_the_last_of_a_row() -> None:
+    machine, answers = MACHINES["tiny"], [text(GOOD, 100, seed) for seed in range(12)]
+    shared, single_s = machine.budgets(1), machine.verify_s([1])
+    for _ in range(3):
+        play(Caches(**vars(machine)), answers, 1, lambda: AutoBudget(shared))
+    assert shared.costs.verify_s(PAST, 1)[0] == pytest.approx(single_s, rel=0.1)
 
 
 @pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
 def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, unseen: int, drafts: bool) -> None:
     costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
-    plan = RoundPlan([AutoBudget(shared_budgets(costly))], [SlotInput(1000, left, unseen=unseen)])
+    plan = RoundPlan.of([AutoBudget(shared_budgets(costly))], [SlotInput(1000, left, unseen=unseen)])
     assert (plan.ceilings()[0] > 0) == drafts, "a thousand tokens cost ten passes"
 
 
@@ -228,7 +243,7 @@ def test_what_a_probe_takes_in_lets_the_next_one_wait_and_is_not_held_against_it
         shared = shared_budgets(costly)
         budget = AutoBudget(shared)
         budget.loss, shared.purse = LOSS, PURSE
-        plan = RoundPlan([budget], [SlotInput(1000, 500, unseen=unseen)])
+        plan = RoundPlan.of([budget], [SlotInput(1000, 500, unseen=unseen)])
         plan.choose([random_tree(np.random.default_rng(0), n) for n in plan.ceilings()])
         assert shared.purse == pytest.approx(PURSE - unseen / 100)
         decisions += plan.decisions
@@ -322,7 +337,7 @@ def test_a_round_late_it_chooses_nearly_as_well(slots: int) -> None:
 
 
 def chosen(shared: AutoBudgets, trees: list[DraftTree], left: int = 99) -> tuple[RoundPlan, list[int]]:
-    plan = RoundPlan([AutoBudget(shared) for _ in trees], [SlotInput(0, left)] * len(trees))
+    plan = RoundPlan.of([AutoBudget(shared) for _ in trees], [SlotInput(0, left)] * len(trees))
     plan.ceilings()
     return plan, plan.choose(list(trees))
 
@@ -352,7 +367,7 @@ def test_nothing_is_drafted_for_tokens_that_cannot_come(proposes: str) -> None:
     near = profile.near
     for left in range(1, 20):
         shared = shared_budgets(profile, chains=chains)
-        plan = RoundPlan([AutoBudget(shared)], [SlotInput(0, left)])
+        plan = RoundPlan.of([AutoBudget(shared)], [SlotInput(0, left)])
         (most,) = plan.ceilings()
         costs = [(n if chains else 1) * near.draft_s + float(near.verify_s(np.array(1 + n))) for n in range(1, 17)]
         pays = any(1 + min(n, left - 1) > cost for n, cost in enumerate(costs, 1))
@@ -374,7 +389,7 @@ def test_a_fixed_budget_ends_no_drafting_beside_it() -> None:
     budget, drafts = AutoBudget(shared), 0
     tree = chain(np.zeros(3, np.int32))
     for _ in range(100):
-        plan = RoundPlan([FixedBudget(2), budget], [SlotInput(0, 99)] * 2)
+        plan = RoundPlan.of([FixedBudget(2), budget], [SlotInput(0, 99)] * 2)
         nodes = plan.ceilings()
         drafts += nodes[1] > 0
         nodes = plan.choose([tree, tree if nodes[1] else None])
@@ -388,7 +403,7 @@ def test_a_draft_that_a_constraint_empties_is_paid() -> None:
     shared = make_budgets(CPU)
     budget, drafts = AutoBudget(shared), 0
     for _ in range(300):
-        plan = RoundPlan([budget], [SlotInput(0, 99)])
+        plan = RoundPlan.of([budget], [SlotInput(0, 99)])
         (most,) = plan.ceilings()
         drafts += most > 0
         plan.choose([EMPTY if most else None])
@@ -404,7 +419,7 @@ def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -
     shared = make_budgets(MANY, 15, 15, proposes)
     budgets = [AutoBudget(shared) for _ in range(7)]
     for _ in range(30):
-        plan = RoundPlan(budgets, [SlotInput(0, int(rng.choice([1, 2, 3, 100]))) for _ in budgets])
+        plan = RoundPlan.of(budgets, [SlotInput(0, int(rng.choice([1, 2, 3, 100]))) for _ in budgets])
         most = plan.ceilings()
         trees = [chain(np.zeros(min(n, 5), np.int32)) if n else None for n in most]
         nodes = plan.choose(trees)
@@ -430,7 +445,7 @@ def test_levels_follow_what_is_accepted_and_what_they_cost(level_s: float, right
     shared = make_budgets(make_profile(level_s, 0.01, 0.02), 64, 6, "levels")
     budget, levels = AutoBudget(shared), []
     for _ in range(200):
-        plan = RoundPlan([budget], [SlotInput(0, 99)])
+        plan = RoundPlan.of([budget], [SlotInput(0, 99)])
         (most,) = plan.ceilings()
         levels.append((budget.levels or 0) if most else 0)
         tree = random_tree(np.random.default_rng(0), 20, depth=budget.levels or 1) if most else EMPTY

@@ -20,7 +20,8 @@ PACE = 1 / 2  # weight of a round of a well-known kind in what all take at the m
 KNOWN = 4  # rounds of a kind after which it has half that weight, and which an earlier process's count as at most
 KINDS = 256  # of rounds, whose figures in the profile are kept
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
-SINGLES, SELDOM = 4, 100  # rounds with drafts before the first that is made without, to see what it takes; and at most
+WARM = 8  # rounds without drafts in a row of which the last tells what they take: the first behind a draft take longer
+SINGLES, SELDOM = 8, 512  # rounds with drafts before the first such row; and, four times as many each time, at most
 
 
 class Costs:
@@ -47,7 +48,8 @@ class Costs:
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
-        self.rounds = self._singles = self._drafted = 0  # learnt from; without a draft; with one since the last of them
+        self.rounds = self._row = 0  # learnt from; and those without drafts since one with
+        self._gap = self._due = SINGLES  # rounds with drafts between rows without, and until the next
         # What the profile says does not change, and there are few kinds of rounds.
         self._profiled_draft_s = lru_cache(KINDS)(self._draft_at)
         self._profiled_verify_s = lru_cache(KINDS)(self._verify_at)
@@ -66,8 +68,8 @@ class Costs:
 
     @property
     def single_due(self) -> bool:
-        """Whether a round without drafts should be made to see what it takes, of which those with drafts say little."""
-        return self._drafted >= min(SINGLES * (1 + self._singles) ** 2, SELDOM)
+        """Whether rounds without drafts should be made to see what they take, of which those with drafts say little."""
+        return self._due <= 0
 
     def verify_s(self, past: int, slots: int, trees: int | None = None) -> NDArray[np.float64]:
         """[1 + max_nodes]: all of a round but the draft, where so many of the slots, or all, have trees of n nodes."""
@@ -92,7 +94,11 @@ class Costs:
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
         """Take a round's seconds: of (each pass of) the draft for `drafting` slots, and of the rest with `nodes`."""
         widest = min(max(nodes), len(self._tokens) - 1)
-        self._singles, self._drafted = (self._singles, self._drafted + 1) if widest else (self._singles + 1, 0)
+        self._row = 0 if widest or drafting else self._row + 1
+        if self._row % WARM:
+            return
+        self._gap = self._gap if widest else min(4 * self._gap, SELDOM)
+        self._due = self._due - 1 if widest else self._gap
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
         self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s))
         self.rounds += 1

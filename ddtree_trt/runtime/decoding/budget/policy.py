@@ -22,7 +22,6 @@ RECENT = 1 / 16  # least weight of the latest draft in what a request expects of
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
 REST, LONGEST = 16, 128  # most rounds of a rest unweighed, where none may draft: twice as many each time
-SAMPLE = 8  # of which costs learn from one in so many
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
@@ -53,7 +52,7 @@ class FixedBudget:
 
 
 class AutoBudgets:
-    """What automatic budgets share: costs, what a new request expects, what probes may lose, and a rest of planning."""
+    """What automatic budgets share: costs, what a new request expects, what probes may lose, and the latest plan."""
 
     def __init__(self, costs: Costs, max_nodes: int, max_depth: int, proposes: Drafts = "block") -> None:
         """`max_depth`: most tokens of a path. A drafter by tokens makes chains, of a node in each pass."""
@@ -68,8 +67,7 @@ class AutoBudgets:
         self.expected: Floats = np.diff(np.minimum(self.sizes, max_depth).astype(float))
         self.purse = 0.0  # single-token passes that probes may lose
         self.rounds = 0  # that were planned
-        self.resting: set[AutoBudget] = set()  # requests whose next `rest` rounds are without drafts, as was decided
-        self.rest, self.longest, self.single = 0, REST, Decision(0, 1.0, 1.0, 1.0, drafted=False)
+        self.plan, self.longest = RoundPlan([], []), REST
 
 
 class AutoBudget:
@@ -146,58 +144,57 @@ class _Prices(NamedTuple):
 
 
 class RoundPlan:
-    """The budgets of a round whose slots share its passes: call `ceilings`, then `choose`, then `took`.
+    """The budgets of a round whose slots share its passes, and where none drafts of those behind it for a while: call
+    `ceilings`, then `choose`, then `took`, for each.
 
     One size holds for all that draft. Where passes are padded, every node of it is a row for the other slots, too.
     """
 
     def __init__(self, budgets: Sequence[Budget], inputs: Iterable[SlotInput], *, ahead: bool = False) -> None:
-        """`inputs`: of the same slots, read only where something is to be decided. `ahead`: sizes are chosen before the
-        drafts are seen, as for rounds that a device makes."""
+        """`inputs`: of the same slots. `ahead`: sizes are chosen before the drafts are seen, as for rounds that a
+        device makes."""
+        self._budgets, self._made, self._rest = budgets, 1, 0  # rounds begun by it; and more that it holds for
         self.decisions: list[Decision | None] = [None] * len(budgets)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
         self._probes = False  # whether those that draft only see whether it pays again
-        self._told = False  # whether costs learn of the round
         self._nodes = [b.nodes if isinstance(b, FixedBudget) else 0 for b in budgets]
         self._autos = {i: b for i, b in enumerate(budgets) if isinstance(b, AutoBudget)}
         if not self._autos:
             return
-        requests = set(self._autos.values())
-        self._shared = shared = next(iter(requests)).shared
-        shared.rounds += 1
-        shared.purse = min(shared.purse + PROBES * len(requests), PURSE)  # each makes a token at least
-        if shared.rest and requests <= shared.resting and 2 * len(requests) > len(shared.resting):
-            shared.rest -= 1
-            for i in self._autos:
-                self.decisions[i] = shared.single
-            self._autos, self._told = {}, shared.rest % SAMPLE == 0
-            if not self._told:
-                return
+        self._shared = shared = next(iter(self._autos.values())).shared
+        rounds, requests, shared.plan = shared.plan._made, len(shared.plan._autos), self
+        shared.rounds += rounds
+        shared.purse = min(shared.purse + PROBES * rounds * requests, PURSE)  # each makes a token at least
         slots, self._ahead = list(inputs), ahead
-        self._past = sum([s.past for s in slots]) // len(slots)
+        self._slots, self._past = len(slots), sum([s.past for s in slots]) // len(slots)
         self._mixed, self._passes = any(self._nodes), 1  # whether fixed budgets draft, too; of the drafter
-        if not self._autos:  # all rest
-            return
-        shared.resting, shared.rest, self._told = requests, 0, True
-        self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
-        self._slots = len(slots)
-        self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
+        self._deepest = {i: min(slots[i].left - 1, shared.max_depth) for i in self._autos}
+        self._round_s = float(shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
         self._single_s = self._round_s / self._slots
         self._unseen, context_s = [s.unseen for s in slots], shared.costs.context_s
         self._unseen_s = [context_s * unseen for unseen in self._unseen]
         self._left_s = [s.left * self._single_s for s in slots]
         self._repays = {i: self._left_s[i] / REPAID - self._unseen_s[i] for i in self._autos}
 
+    @classmethod
+    def of(cls, budgets: Sequence[Budget], inputs: Iterable[SlotInput], *, ahead: bool = False) -> RoundPlan:
+        """The plan of the round before, if it holds for these requests; else a new one, which alone reads `inputs`."""
+        for last in [b.shared.plan for b in budgets if isinstance(b, AutoBudget)][:1]:
+            if last._made <= last._rest and last._budgets == budgets:
+                last._made += 1
+                return last
+        return cls(budgets, inputs, ahead=ahead)
+
     def ceilings(self) -> list[int]:
         """Most nodes to draft for each slot; 0 skips the drafter. Sets the levels of drafts by levels."""
-        if not self._autos:
+        if not self._autos or self._made > 1:
             return self._nodes
-        self._shared.single = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
+        single = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         for i in self._autos:
-            self.decisions[i] = self._shared.single
+            self.decisions[i] = single
         able = [i for i, deepest in self._deepest.items() if deepest and self._repays[i] >= 0]
         if not able:  # nor will these be later
-            self._shared.rest, self._told = self._shared.longest, False
+            self._rest = self._shared.longest
         if not able or (self._shared.costs.single_due and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
@@ -232,7 +229,7 @@ class RoundPlan:
                 rest = min(rest, missing / (PROBES * len(self._autos)))
             count *= 2
         shared.longest = min(2 * shared.longest, LONGEST)
-        shared.rest, self._told = math.ceil(rest), False  # what this round takes says nothing of those
+        self._rest = math.ceil(rest)
         return []
 
     def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
@@ -241,16 +238,13 @@ class RoundPlan:
         sums = {i: _sum(expected[i]) for i in slots}
         slots.sort(key=sums.__getitem__, reverse=True)
         while slots:
-            _, rate = self._best_size([expected[i] for i in slots], self._prices(len(slots)).added_s)
+            gains, added_s = [expected[i] for i in slots], self._prices(len(slots)).added_s
+            _, rate = _native.best_size(gains, added_s, self._slots, self._round_s)
             if rate > best:
                 best, self._drafting = rate, slots
             slots = slots[: len(slots) // 2]
         # What a drafter has still to take in is repaid by what its drafts are expected to save of the tokens left.
         self._drafting = [i for i in self._drafting if self._unseen_s[i] <= (1 - single / best) * self._left_s[i]]
-
-    def _best_size(self, gains: Sequence[Floats], added_s: Floats) -> tuple[int, float]:
-        """The number of gains, summed over slots, with most tokens per second, and these."""
-        return _native.best_size(gains, added_s, float(self._slots), self._round_s)
 
     def _prices(self, drafting: int) -> _Prices:
         shared, past = self._shared, self._past
@@ -275,9 +269,9 @@ class RoundPlan:
         if not self._lowest.least:  # so few could not pay
             self._drafting = []
             return
-        place, _ = self._best_size([expected[i] for i in drafting], self._lowest.added_s)
-        place = max(place, self._lowest.least)
-        size = int(shared.sizes[place])
+        gains = [expected[i] for i in drafting]
+        place, _ = _native.best_size(gains, self._lowest.added_s, self._slots, self._round_s)
+        size = int(shared.sizes[place := max(place, self._lowest.least)])
         if shared.proposes != "block":
             self._passes = size
         for i in drafting:
@@ -304,7 +298,7 @@ class RoundPlan:
         afforded = prices.nodes_s.searchsorted(may_lose * self._single_s * count, side="right")
         most = max(int(afforded), least)
         accepted = [each[:most] for each in self.weigh(drafted)]
-        size, _ = self._best_size(accepted, prices.nodes_s)
+        size, _ = _native.best_size(accepted, prices.nodes_s, self._slots, self._round_s)
         spent_s = float(prices.nodes_s[size - 1]) if size else self._passes * shared.costs.draft_s(self._past, count)
         taken_s = self._single_s + spent_s / count
         for i, each in zip(drafted, accepted, strict=True):
@@ -326,7 +320,7 @@ class RoundPlan:
 
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
-        if self._told:
+        if self._autos:
             late = [i for i in self._drafting if self._unseen[i] > STEP]
             drafts = 0 if self._mixed or late else len(self._drafting)  # only what they take as a rule
-            self._shared.costs.learn(self._past, drafts, nodes, draft_s / self._passes, rest_s)
+            self._shared.costs.learn(self._past + self._made, drafts, nodes, draft_s / self._passes, rest_s)
