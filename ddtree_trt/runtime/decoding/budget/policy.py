@@ -282,7 +282,7 @@ class RoundPlan:
                 tokens = 1 + float(_sum(expected[i][:place]))
                 self.decisions[i] = Decision(self._nodes[i], tokens, taken_s, self._single_s, probe=self._probes)
             else:
-                most = size * 3 // 2 if shared.proposes == "block" else shared.max_nodes
+                most = size + 1 if shared.proposes == "block" else shared.max_nodes
                 self._nodes[i] = int(shared.costs.filled[min(most, shared.max_nodes)])
 
     def choose(self, trees: Sequence[DraftTree | None]) -> list[int]:
