@@ -229,6 +229,18 @@ def test_what_single_tokens_take_is_told_by_the_last_of_a_row() -> None:
     assert shared.costs.verify_s(PAST, 1)[0] == pytest.approx(single_s, rel=0.1)
 
 
+@pytest.mark.parametrize(("load", "in_a_row", "told"), [(1.5, 1, False), (1.5, 2, True), (0.7, 1, True)])
+def test_the_first_draft_behind_others_tells_only_what_it_takes_at_most(load: float, in_a_row: int, told: bool) -> None:
+    costs = Costs(CPU, 64)
+    for _ in range(8):
+        costs.learn(0, 1, [3], costs.draft_s(0, 1), costs.verify_s(0, 1)[3])
+    for _ in range(32):
+        costs.learn(0, 0, [0], 0.0, costs.verify_s(0, 1)[0])
+        for _ in range(in_a_row):
+            costs.learn(0, 1, [3], CPU.near.draft_s * load, costs.verify_s(0, 1)[3])
+    assert (costs.draft_s(0, 1) == pytest.approx(CPU.near.draft_s, rel=0.05)) != told
+
+
 @pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
 def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, unseen: int, drafts: bool) -> None:
     costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))

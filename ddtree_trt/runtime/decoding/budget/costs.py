@@ -47,7 +47,7 @@ class Costs:
         self._means = {(each.kind, each.slots, each.size): each for each in found}
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
-        self._unread: list[tuple[int, int, int, float, float, float]] = []  # rounds, with the tree tokens of a slot
+        self._unread: list[tuple[int, int, int, float, float, float, bool]] = []  # rounds, as `learn` takes them
         self.rounds = self._row = 0  # learnt from; and those without drafts since one with
         self._gap = self._due = SINGLES  # rounds with drafts between rows without, and until the next
         # What the profile says does not change, and there are few kinds of rounds.
@@ -82,9 +82,7 @@ class Costs:
         return self.kept[key]
 
     def draft_s(self, past: int, slots: int) -> float:
-        """A draft for so many slots, 0 or more, or each pass of a drafter that makes several."""
-        if not slots:
-            return 0.0
+        """A draft for so many slots, or each pass of a drafter that makes several."""
         key = "draft", past // STEP, slots
         if key not in self.kept:
             ratio = self._pace * self._ratios("draft", slots)[1][0]
@@ -92,34 +90,37 @@ class Costs:
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
-        """Take a round's seconds: of (each pass of) the draft for `drafting` slots, and of the rest with `nodes`."""
+        """Take the seconds of (each pass of) a draft, and of a round's rest; of rounds without drafts one in `WARM`."""
         widest = min(max(nodes), len(self._tokens) - 1)
+        first = self._row > 0  # behind rounds without drafts, so that it takes longer
         self._row = 0 if widest or drafting else self._row + 1
         if self._row % WARM:
             return
         self._gap = self._gap if widest else min(4 * self._gap, SELDOM)
         self._due = self._due - 1 if widest else self._gap
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
-        self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s))
+        self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s, first and not self._row))
         self.rounds += 1
         if self.rounds <= REFRESH or len(self._unread) >= REFRESH:
             self._read()
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        for past, slots, drafting, tokens, draft_s, rest_s in unread:
+        for past, slots, drafting, tokens, draft_s, rest_s, first in unread:
             profiled_s = self._profiled_verify_s(past // STEP, slots, tokens)
-            self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s)
+            self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s, first)
             if drafting:
-                self._correct("draft", drafting, 0, draft_s / self._profiled_draft_s(past // STEP, drafting))
+                self._correct("draft", drafting, 0, draft_s / self._profiled_draft_s(past // STEP, drafting), first)
         self.kept.clear()
 
-    def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
+    def _correct(self, kind: str, slots: int, size: int, ratio: float, first: bool) -> None:
         key, rounds = (kind, slots.bit_length(), size), 0
         if (known := self._means.get(key)) is not None:
             mean, rounds = known.ratio, known.rounds
         else:
             mean = float(np.interp(size, *self._ratios(kind, slots)))
+        if first and rounds and ratio > mean * self._pace:
+            return  # that says nothing
         surprise = min(max(ratio / (mean * self._pace), 1 / OUTLIER), OUTLIER)
         # A kind that is known tells how busy the machine is, which slows all of them down; a new one tells of itself.
         self._pace *= surprise ** (PACE * rounds / (rounds + KNOWN))

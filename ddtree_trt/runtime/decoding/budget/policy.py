@@ -293,10 +293,9 @@ class RoundPlan:
             return nodes
         shared, count = self._shared, len(self._drafting)
         prices = self._prices(count)
-        least = int(shared.sizes[self._lowest.least])
         may_lose = shared.purse / count if self._probes else LOSS - min([self._autos[i].loss for i in drafted])
         afforded = prices.nodes_s.searchsorted(may_lose * self._single_s * count, side="right")
-        most = max(int(afforded), least)
+        most = max(int(afforded), int(shared.sizes[self._lowest.least]))
         accepted = [each[:most] for each in self.weigh(drafted)]
         size, _ = _native.best_size(accepted, prices.nodes_s, self._slots, self._round_s)
         spent_s = float(prices.nodes_s[size - 1]) if size else self._passes * shared.costs.draft_s(self._past, count)
