@@ -213,15 +213,15 @@ def test_a_plan_without_drafts_holds_for_its_requests_and_for_a_while() -> None:
 
 
 class Caches(Machine):
-    """A round without drafts behind one with takes twice as long as the eighth in a row."""
+    """The first rounds without drafts behind one with take twice as long as those that follow."""
 
     def verify_s(self, tokens: Sequence[int]) -> float:
         singles = 0 if max(tokens) > 1 else vars(self).get("singles", 0) + 1
         vars(self)["singles"] = singles
-        return super().verify_s(tokens) * (2.0 if 0 < singles < WARM else 1.0)
+        return super().verify_s(tokens) * (2.0 if 0 < singles <= WARM / 2 else 1.0)
 
 
-def test_what_single_tokens_take_is_told_by_the_last_of_a_row() -> None:
+def test_what_single_tokens_take_is_told_by_the_later_half_of_a_row() -> None:
     machine, answers = MACHINES["tiny"], [text(GOOD, 100, seed) for seed in range(12)]
     shared, single_s = machine.budgets(1), machine.verify_s([1])
     for _ in range(3):

@@ -20,7 +20,7 @@ PACE = 1 / 2  # weight of a round of a well-known kind in what all take at the m
 KNOWN = 4  # rounds of a kind after which it has half that weight, and which an earlier process's count as at most
 KINDS = 256  # of rounds, whose figures in the profile are kept
 REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
-WARM = 8  # rounds without drafts in a row of which the last tells what they take: the first behind a draft take longer
+WARM = 8  # rounds without drafts in a row, of which the later half tells; then the last: the first take longer
 SINGLES, SELDOM = 8, 512  # rounds with drafts before the first such row; and, four times as many each time, at most
 
 
@@ -37,8 +37,7 @@ class Costs:
         """`buckets`: numbers of tree tokens that passes are padded to, rising. Where they are not, trees have one of
         few sizes nevertheless: a pass like the one before is quicker, and its time is soon known."""
         self._profile = profile
-        tokens = np.arange(1, max_nodes + 2)
-        powers = 2 ** np.arange(int(max_nodes).bit_length() + 1)
+        tokens, powers = np.arange(1, max_nodes + 2), 2 ** np.arange(int(max_nodes).bit_length() + 1)
         self._padded = buckets is not None
         sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
@@ -90,16 +89,17 @@ class Costs:
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
-        """Take the seconds of (each pass of) a draft, and of a round's rest; of rounds without drafts one in `WARM`."""
+        """Take the seconds of (each pass of) a draft, and of a round's rest; not of rounds that would not tell."""
         widest = min(max(nodes), len(self._tokens) - 1)
-        first = self._row > 0  # behind rounds without drafts, so that it takes longer
-        self._row = 0 if widest or drafting else self._row + 1
-        if self._row % WARM:
+        behind, self._row = self._row, 0 if widest or drafting else self._row + 1
+        if self._row % WARM and not WARM / 2 < self._row < WARM:
             return
-        self._gap = self._gap if widest else min(4 * self._gap, SELDOM)
-        self._due = self._due - 1 if widest else self._gap
+        if widest:
+            self._due -= 1
+        elif self._row % WARM == 0:
+            self._gap = self._due = min(4 * self._gap, SELDOM)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
-        self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s, first and not self._row))
+        self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s, behind > self._row))
         self.rounds += 1
         if self.rounds <= REFRESH or len(self._unread) >= REFRESH:
             self._read()
