@@ -2,7 +2,7 @@
 
     python -m workbench budgets ENGINE [--prompts FILE.jsonl] [--slots 1,4,8] [--count 15] [--tokens 128]
 
-Every repeat runs each case once on the same prompts, the cases interleaved and rotated; medians over the repeats are
+Every repeat runs each case once on the same prompts, the cases in random order; medians over the repeats are
 shown, as tokens a second over those of `ar` in the same repeat. So many requests are side by side as `--slots` says;
 times are of whole requests, prompts included. A first repeat is not counted. All cases must give the same tokens.
 """
@@ -10,6 +10,7 @@ times are of whole requests, prompts included. A first repeat is not counted. Al
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -63,9 +64,8 @@ def compare(
     ratios: dict[str, list[float]] = {case: [] for case in cases}
     expected: list[list[int]] = []
     for repeat in range(-1, repeats):
-        turn = repeat % len(cases)
         taken = {}
-        for case in (*cases[turn:], *cases[:turn]):
+        for case in random.sample(cases, len(cases)):
             core.scheduler.reset_prefix_cache()
             requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
             taken[case] = max(times[-1] for times in run(core, requests, slots))
