@@ -61,7 +61,12 @@ class BlockDrafter(Drafter):
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
         self._rows[slot], self._first[slot] = min(self._rows[slot], length - context), min(self._first[slot], length)
-        if not length and len(self._held[slot]) > 2 * self._chunk:
+        if not length:
+            self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        """Give back a long prompt's memory, which decoding does not need."""
+        if len(self._held[slot]) > 2 * self._chunk:
             self._held[slot] = self._held[slot][:0].copy()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -73,8 +78,7 @@ class BlockDrafter(Drafter):
                 raise EngineError(f"slot {slot} has no new target states to draft from")
             states = held[self._start[slot] : self._start[slot] + self._rows[slot]]
             self._start[slot], self._rows[slot] = 0, 0
-            if len(held) > 2 * self._chunk:  # a long prompt's memory, which decoding does not need
-                self._held[slot] = held[:0].copy()
+            self._release(slot)
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])

@@ -48,7 +48,8 @@ class Costs:
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self._unread: list[tuple[int, int, int, float, float, float, bool]] = []  # rounds, as `learn` takes them
         self.rounds = self._row = 0  # learnt from; and those without drafts since one with
-        self._gap = self._due = SINGLES  # rounds with drafts between rows without, and until the next
+        # Rounds with drafts, which say little of what those without take: between rows of these, and until the next.
+        self._gap = self.due = SINGLES
         # What the profile says does not change, and there are few kinds of rounds.
         self._profiled_draft_s = lru_cache(KINDS)(self._draft_at)
         self._profiled_verify_s = lru_cache(KINDS)(self._verify_at)
@@ -64,11 +65,6 @@ class Costs:
     def context_s(self) -> float:
         """What the first draft behind a prompt takes longer, for each of its tokens."""
         return 0.0 if self._profile.far is None else self._profile.far.context_s  # the first of all drafts is slower
-
-    @property
-    def single_due(self) -> bool:
-        """Whether rounds without drafts should be made to see what they take, of which those with drafts say little."""
-        return self._due <= 0
 
     def verify_s(self, past: int, slots: int, trees: int | None = None) -> NDArray[np.float64]:
         """[1 + max_nodes]: all of a round but the draft, where so many of the slots, or all, have trees of n nodes."""
@@ -89,15 +85,15 @@ class Costs:
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
-        """Take the seconds of (each pass of) a draft, and of a round's rest; not of rounds that would not tell."""
+        """Take a round's seconds, if it tells: of the draft (each pass) for `drafting` slots, the rest with `nodes`."""
         widest = min(max(nodes), len(self._tokens) - 1)
         behind, self._row = self._row, 0 if widest or drafting else self._row + 1
         if self._row % WARM and not WARM / 2 < self._row < WARM:
             return
         if widest:
-            self._due -= 1
+            self.due -= 1
         elif self._row % WARM == 0:
-            self._gap = self._due = min(4 * self._gap, SELDOM)
+            self._gap = self.due = min(4 * self._gap, SELDOM)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
         self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s, behind > self._row))
         self.rounds += 1

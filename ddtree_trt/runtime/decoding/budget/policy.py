@@ -66,8 +66,8 @@ class AutoBudgets:
         # Tokens [W] that a request without drafts expects each of `sizes` to add to the one below it: at first all.
         self.expected: Floats = np.diff(np.minimum(self.sizes, max_depth).astype(float))
         self.purse = 0.0  # single-token passes that probes may lose
-        self.rounds = 0  # that were planned
-        self.plan, self.longest = RoundPlan([], []), REST
+        self.rounds = 0  # of all plans before the latest
+        self.plan, self.longest = RoundPlan([], []), REST  # the latest, and the most rounds of the next rest
 
 
 class AutoBudget:
@@ -179,10 +179,10 @@ class RoundPlan:
     @classmethod
     def of(cls, budgets: Sequence[Budget], inputs: Iterable[SlotInput], *, ahead: bool = False) -> RoundPlan:
         """The plan of the round before, if it holds for these requests; else a new one, which alone reads `inputs`."""
-        for last in [b.shared.plan for b in budgets if isinstance(b, AutoBudget)][:1]:
-            if last._made <= last._rest and last._budgets == budgets:
-                last._made += 1
-                return last
+        last = next((b.shared.plan for b in budgets if isinstance(b, AutoBudget)), None)
+        if last is not None and last._made <= last._rest and last._budgets == budgets:
+            last._made += 1
+            return last
         return cls(budgets, inputs, ahead=ahead)
 
     def ceilings(self) -> list[int]:
@@ -195,7 +195,7 @@ class RoundPlan:
         able = [i for i, deepest in self._deepest.items() if deepest and self._repays[i] >= 0]
         if not able:  # nor will these be later
             self._rest = self._shared.longest
-        if not able or (self._shared.costs.single_due and not self._mixed):
+        if not able or (self._shared.costs.due <= 0 and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
         self._choose_drafting(
