@@ -11,6 +11,7 @@ from ddtree_trt.artifact.backends import BACKENDS, Backend
 from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import rebuild_command, verify_for_opening
+from ddtree_trt.device.cpu import usable_cores
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
 from ddtree_trt.records import misplaced_option, with_fields
@@ -39,6 +40,8 @@ def open_engine(
     that rebuilds the engine, for an engine that cannot be loaded.
     """
     options = with_fields(EngineOptions, options, fields)
+    if options.threads > 4 * (cores := usable_cores()):
+        raise UsageError(f"threads {options.threads} would wait for each other on {cores} cores; give at most {cores}")
     manifest = load_manifest(directory)
     if misplaced := misplaced_option(EngineOptions, options, manifest.backend):
         flag, served = misplaced
