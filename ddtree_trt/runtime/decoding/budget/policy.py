@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +20,7 @@ REPAID = 8  # tokens left for each pass that a probe, or what a drafter has stil
 RECENT = 1 / 16  # least weight of the latest draft in what a request expects of the next one
 NEWS = 1 / 16  # weight of each of a request's drafts, up to four, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
-REST, LONGEST = 16, 128  # most rounds of a rest unweighed, where none may draft: twice as many each time
+REST = 64  # most rounds that a plan without drafts is kept for
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
@@ -67,7 +66,7 @@ class AutoBudgets:
         self.expected: Floats = np.diff(np.minimum(self.sizes, max_depth).astype(float))
         self.purse = 0.0  # single-token passes that probes may lose
         self.rounds = 0  # of all plans before the latest
-        self.plan, self.longest = RoundPlan([], []), REST  # the latest, and the most rounds of the next rest
+        self.plan = RoundPlan([], [])  # the latest
 
 
 class AutoBudget:
@@ -153,7 +152,7 @@ class RoundPlan:
     def __init__(self, budgets: Sequence[Budget], inputs: Iterable[SlotInput], *, ahead: bool = False) -> None:
         """`inputs`: of the same slots. `ahead`: sizes are chosen before the drafts are seen, as for rounds that a
         device makes."""
-        self._budgets, self._made, self._rest = budgets, 1, 0  # rounds begun by it; and more that it holds for
+        self._budgets, self._made, self._rest = budgets, 1, 0.0  # rounds begun by it; and more that it holds for
         self.decisions: list[Decision | None] = [None] * len(budgets)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
         self._probes = False  # whether those that draft only see whether it pays again
@@ -194,7 +193,7 @@ class RoundPlan:
             self.decisions[i] = single
         able = [i for i, deepest in self._deepest.items() if deepest and self._repays[i] >= 0]
         if not able:  # nor will these be later
-            self._rest = self._shared.longest
+            self._rest = REST
         if not able or (self._shared.costs.due <= 0 and not self._mixed):
             return self._nodes
         expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
@@ -211,13 +210,12 @@ class RoundPlan:
                 i for i in able if i in self._drafting or added + self._unseen_s[i] < _sum(expected[i]) * self._single_s
             ]
         if self._drafting:
-            self._shared.longest = REST
             self._plan_drafts(expected)
         return self._nodes
 
     def _probe(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
-        shared, count, rest = self._shared, 1, float(self._shared.longest)
+        shared, count, rest = self._shared, 1, float(REST)
         alone_s = self._prices(1).least_price * self._single_s
         able.sort(key=lambda i: (self._repays[i] < alone_s, self._autos[i].last))
         while count <= len(able):
@@ -228,8 +226,7 @@ class RoundPlan:
                     return slots
                 rest = min(rest, missing / (PROBES * len(self._autos)))
             count *= 2
-        shared.longest = min(2 * shared.longest, LONGEST)
-        self._rest = math.ceil(rest)
+        self._rest = rest
         return []
 
     def _choose_drafting(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
