@@ -18,7 +18,7 @@ class EngineOptions:
     """How to open an engine; who opens one inherits from it, or holds one. Raises UsageError for a value out of range.
 
     Attributes:
-        threads: CPU threads of the engine; 0 chooses automatically.
+        threads: CPU threads of the engine, at most four times the usable cores; 0 chooses automatically.
         tensor_parallel_size: GPUs over which the target is split, each with a process; without a GPU, processes. Needs
             a script whose work is under `if __name__ == "__main__":`, because the other processes import it.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve; `on`:

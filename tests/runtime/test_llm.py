@@ -13,8 +13,7 @@ import pytest
 from engine_builds import CHATS
 
 import ddtree_trt
-from ddtree_trt.device.cpu import usable_cores
-from ddtree_trt.errors import EngineError, UsageError, install_with
+from ddtree_trt.errors import ArtifactError, EngineError, UsageError, install_with
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -86,12 +85,13 @@ def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, monkeypatch:
     assert llm.generate(CHATS[0], SamplingParams(max_tokens=5))[0].finished
 
 
-def test_far_more_threads_than_cores_are_refused(tiny_engine: Path) -> None:
+def test_far_more_threads_than_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for each other: an engine with 64 on two cores takes minutes to open."""
-    with pytest.raises(
-        UsageError, match=rf"threads 1024 would wait for each other on {(n := usable_cores())} .* most {n}$"
-    ):
-        LLM(tiny_engine, threads=1024)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.load.usable_cores", lambda: 2)
+    with pytest.raises(UsageError, match=r"threads 9 would wait for each other on 2 cores; give at most 2$"):
+        LLM(tmp_path, threads=9)
+    with pytest.raises(ArtifactError, match="manifest"):
+        LLM(tmp_path, threads=8)
 
 
 def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
