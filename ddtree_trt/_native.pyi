@@ -55,13 +55,13 @@ def walk(parents: Int32s, token_ids: Int32s, choices: NDArray[np.int64] | Int32s
     token_ids [T-1] belong to nodes 1..T-1, choices [T] to all nodes. Returns a path [m] that begins with 0.
     """
 
-def calibrated_ratios(evidence: Doubles, weight: float, lowest: float, highest: float, root: float = 1.0) -> Doubles:
+def calibrated_ratios(evidence: Doubles, weight: float, highest: float, root: float = 1.0) -> Doubles:
     """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards the
-    ratio of the depth above (`root` at the first), kept between lowest and highest."""
+    ratio of the depth above (`root` at the first), `highest` at most."""
 
 def weigh(
     drafts: Sequence[tuple[Doubles, Int32s, Doubles, int, Doubles, float]], sizes: NDArray[np.int64],
-    weight: float, lowest: float, highest: float,
+    weight: float, highest: float,
 ) -> list[Doubles]:  # fmt: skip
     """Of each draft (log_weights [n], depths [n], evidence [2, D], deepest, means [W], share) the acceptance
     probabilities [n] of its nodes: min(1, exp(log_weight) · r_1 · … · r_depth) with the ratios of `calibrated_ratios`,

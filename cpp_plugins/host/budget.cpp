@@ -10,7 +10,7 @@ std::vector<double> calibrated_ratios(const Evidence& evidence, const Prior& pri
     double ratio = prior.root;
     for (int64_t d = 0; d < evidence.deepest; ++d) {
         ratio = (prior.weight * ratio + evidence.observed[d]) / (prior.weight + evidence.predicted[d]);
-        ratio = std::min(std::max(ratio, prior.lowest), prior.highest);
+        ratio = std::min(ratio, prior.highest);
         ratios[static_cast<size_t>(d)] = ratio;
     }
     return ratios;

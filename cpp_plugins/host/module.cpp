@@ -44,19 +44,19 @@ ddtree::Evidence checked_evidence(const Output& evidence) {
     return {counts, counts + deepest, deepest};
 }
 
-ddtree::Prior checked_prior(double weight, double lowest, double highest, double root) {
-    if (!(weight > 0) || !(lowest <= highest)) {
-        bad_value("weight must be positive and lowest at most highest");
+ddtree::Prior checked_prior(double weight, double highest, double root) {
+    if (!(weight > 0) || !(highest >= 0)) {
+        bad_value("weight must be positive and highest not negative");
     }
-    return {weight, lowest, highest, root};
+    return {weight, highest, root};
 }
 
-nb::object calibrated_ratios(const Output& evidence, double weight, double lowest, double highest, double root) {
-    return copied(ddtree::calibrated_ratios(checked_evidence(evidence), checked_prior(weight, lowest, highest, root)));
+nb::object calibrated_ratios(const Output& evidence, double weight, double highest, double root) {
+    return copied(ddtree::calibrated_ratios(checked_evidence(evidence), checked_prior(weight, highest, root)));
 }
 
-nb::list weigh(const nb::sequence& drafts, const Input& sizes, double weight, double lowest, double highest) {
-    const ddtree::Prior prior = checked_prior(weight, lowest, highest, 1.0);
+nb::list weigh(const nb::sequence& drafts, const Input& sizes, double weight, double highest) {
+    const ddtree::Prior prior = checked_prior(weight, highest, 1.0);
     const int64_t* bounds = checked<int64_t>(sizes, "sizes", "[W + 1]", 1);
     const int64_t w = extent(sizes, 0) - 1;
     if (w < 0 || bounds[0] < 0 || !std::is_sorted(bounds, bounds + w + 1)) {
@@ -239,8 +239,8 @@ NB_MODULE(_native, m) {
               "_native.pyi for shapes.";
     m.attr("STUB") = DDTREE_STUB;
     ddtree::binding::bind_trees(m);
-    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "weight"_a, "lowest"_a, "highest"_a, "root"_a = 1.0);
-    m.def("weigh", &weigh, "drafts"_a, "sizes"_a, "weight"_a, "lowest"_a, "highest"_a);
+    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "weight"_a, "highest"_a, "root"_a = 1.0);
+    m.def("weigh", &weigh, "drafts"_a, "sizes"_a, "weight"_a, "highest"_a);
     m.def("learn", &learn, "evidence"_a, "parents"_a, "log_weights"_a, "path"_a, "keep"_a);
     m.def("best_size", &best_size, "gains"_a, "added_s"_a, "tokens"_a, "seconds"_a);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);

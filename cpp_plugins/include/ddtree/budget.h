@@ -15,13 +15,12 @@ struct Evidence {
 
 // What is assumed before there is evidence.
 struct Prior {
-    double weight;  // pseudo-observations, positive
-    double lowest;  // bounds of ratios
-    double highest;
-    double root;  // the ratio used as that of the depth above the first
+    double weight;   // pseudo-observations, positive
+    double highest;  // most that a ratio may be
+    double root;     // the ratio used as that of the depth above the first
 };
 
-// r_1 ... r_D: observed over predicted, shrunk towards the ratio of the depth above and kept within the bounds.
+// r_1 ... r_D: observed over predicted, shrunk towards the ratio of the depth above, at most the highest.
 std::vector<double> calibrated_ratios(const Evidence& evidence, const Prior& prior);
 
 // accepted [n]: the acceptance probabilities of nodes, min(1, exp(log_weights [n]) * r_1 * ... * r_depth); 0 below

@@ -17,12 +17,10 @@ from scripted_models import Good, MarkovTarget
 
 from ddtree_trt import _native
 from ddtree_trt.drafters.kind import Drafts
-from ddtree_trt.runtime.decoding.budget.costs import WARM, Costs
+from ddtree_trt.runtime.decoding.budget.costs import ROW, STEP, Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LOSS,
     PROBES,
-    PURSE,
-    REST,
     AutoBudget,
     AutoBudgets,
     Budget,
@@ -206,9 +204,9 @@ def test_a_plan_without_drafts_holds_for_its_requests_and_for_a_while() -> None:
     assert not rests(budgets[:4]) and rests(budgets[:4])
     assert not rests(budgets[:3]) and rests(budgets[:3])
     assert not rests(budgets[1:4])
-    held = [rests(budgets[1:4]) for _ in range(10 * REST)]
-    assert held.index(False) == REST and held.count(False) < 2 * len(held) / REST
-    assert shared.rounds > len(held) - REST and shared.costs.rounds > len(held) / (WARM + 1)
+    held = [rests(budgets[1:4]) for _ in range(10 * STEP)]
+    assert held.index(False) == STEP and held.count(False) < 2 * len(held) / STEP
+    assert shared.rounds > len(held) - STEP and shared.costs.rounds > len(held) / (ROW + 1)
 
 
 class Caches(Machine):
@@ -217,7 +215,7 @@ class Caches(Machine):
     def verify_s(self, tokens: Sequence[int]) -> float:
         singles = 0 if max(tokens) > 1 else vars(self).get("singles", 0) + 1
         vars(self)["singles"] = singles
-        return super().verify_s(tokens) * (2.0 if 0 < singles <= WARM / 2 else 1.0)
+        return super().verify_s(tokens) * (2.0 if 0 < singles <= ROW / 2 else 1.0)
 
 
 def test_what_single_tokens_take_is_told_by_the_later_half_of_a_row() -> None:
@@ -253,10 +251,10 @@ def test_what_a_probe_takes_in_lets_the_next_one_wait_and_is_not_held_against_it
     for unseen in (0, 300):
         shared = shared_budgets(costly)
         budget = AutoBudget(shared)
-        budget.loss, shared.purse = LOSS, PURSE
+        budget.loss, shared.purse = LOSS, LOSS
         plan = RoundPlan.of([budget], [SlotInput(1000, 500, unseen=unseen)])
         plan.choose([random_tree(np.random.default_rng(0), n) for n in plan.ceilings()])
-        assert shared.purse == pytest.approx(PURSE - unseen / 100)
+        assert shared.purse == pytest.approx(LOSS - unseen / 100)
         decisions += plan.decisions
     assert decisions[0] == decisions[1] and decisions[0] is not None and decisions[0].probe
 
@@ -319,7 +317,7 @@ def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, qua
 @pytest.mark.parametrize("name", ["tiny", "h100"])
 def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None:
     answers = [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
-    assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
+    assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.08 * seconds_of(MACHINES[name], answers, 1)
 
 
 @pytest.mark.parametrize(("reopened", "within"), [(False, 1.45), (True, 1.25)])
@@ -491,9 +489,9 @@ def test_calibrated_ratios_against_a_plain_statement() -> None:
                 observed[depth] += depth + 1 < len(path)
     above, expected = 1.0, []
     for seen, said in zip(observed, predicted, strict=True):
-        above = min(max((4 * above + seen) / (4 + said), 0.02), 2.0)
+        above = min((4 * above + seen) / (4 + said), 2.0)
         expected.append(above)
-    assert _native.calibrated_ratios(evidence, 4.0, 0.02, 2.0) == pytest.approx(expected)
+    assert _native.calibrated_ratios(evidence, 4.0, 2.0) == pytest.approx(expected)
 
 
 # The loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from ddtree_trt.runtime.engines.profile import Correction, Profile
 
-STEP = 64  # tokens of context over which costs are taken as constant
-SLOWEST = 1 / 32  # least weight of a new round in a mean
-OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
-PACE = 1 / 2  # weight of a round of a well-known kind in what all take at the moment
-KNOWN = 4  # rounds of a kind after which it has half that weight, and which an earlier process's count as at most
-KINDS = 256  # of rounds, whose figures in the profile are kept
-REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
-WARM = 8  # rounds without drafts in a row, of which the later half tells; then the last: the first take longer
-SINGLES, SELDOM = 8, 512  # rounds with drafts before the first such row; and, four times as many each time, at most
+STEP = 64  # tokens of context over which costs are taken as constant, and rounds over which a plan without drafts holds
+SLOWEST = 1 / 32  # least weight of the latest observation in a mean
+KNOWN = 4  # observations that weigh as much as what was known before them, as which those of an earlier process count
+OUTLIER = 2.0  # most times as much as expected that is believed, so that a streak of luck has a bounded effect
+ROW = (
+    8  # rounds without drafts that are made in a row, since the first take longer: the later half tells, then the last
+)
+SELDOM = 512  # rounds with drafts, which say little of what others take, between such rows
+Floats = NDArray[np.float64]
 
 
 class Costs:
@@ -36,43 +36,31 @@ class Costs:
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:
         """`buckets`: numbers of tree tokens that passes are padded to, rising. Where they are not, trees have one of
         few sizes nevertheless: a pass like the one before is quicker, and its time is soon known."""
-        self._profile = profile
+        self._profile, self._padded = profile, buckets is not None
         tokens, powers = np.arange(1, max_nodes + 2), 2 ** np.arange(int(max_nodes).bit_length() + 1)
-        self._padded = buckets is not None
-        sizes = np.unique([powers, powers * 3 // 2]) if buckets is None else np.array(buckets)
+        self.few = np.unique([powers, powers * 3 // 2])
+        sizes = self.few if buckets is None else np.array(buckets)
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
-        found = (replace(each, rounds=min(each.rounds, KNOWN)) for each in profile.corrections)  # maybe of a busy hour
-        self._means = {(each.kind, each.slots, each.size): each for each in found}
+        self.context_s = profile.far.context_s if profile.far else 0.0  # of a draft, for each token still to take in
+        self._means = {(c.kind, c.slots, c.size): replace(c, rounds=min(c.rounds, KNOWN)) for c in profile.corrections}
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
-        self._unread: list[tuple[int, int, int, float, float, float, bool]] = []  # rounds, as `learn` takes them
-        self.rounds = self._row = 0  # learnt from; and those without drafts since one with
-        # Rounds with drafts, which say little of what those without take: between rows of these, and until the next.
-        self._gap = self.due = SINGLES
-        # What the profile says does not change, and there are few kinds of rounds.
-        self._profiled_draft_s = lru_cache(KINDS)(self._draft_at)
-        self._profiled_verify_s = lru_cache(KINDS)(self._verify_at)
-        self._profiled_curve = lru_cache(KINDS)(self._curve_at)
+        self.rounds, self._row, self.due = 0, 0, ROW  # learnt from; without drafts in a row; and with until such a row
+        self._profiled = lru_cache(self._profiled_at)
 
     @property
     def corrected(self) -> Profile:
-        self._read()
         means = (replace(each, ratio=each.ratio * self._pace) for each in self._means.values())
         return replace(self._profile, corrections=tuple(means))
 
-    @property
-    def context_s(self) -> float:
-        """What the first draft behind a prompt takes longer, for each of its tokens."""
-        return 0.0 if self._profile.far is None else self._profile.far.context_s  # the first of all drafts is slower
-
-    def verify_s(self, past: int, slots: int, trees: int | None = None) -> NDArray[np.float64]:
+    def verify_s(self, past: int, slots: int, trees: int | None = None) -> Floats:
         """[1 + max_nodes]: all of a round but the draft, where so many of the slots, or all, have trees of n nodes."""
         trees = slots if trees is None or self._padded else trees
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
-            sizes, seconds = self._profiled_curve(past // STEP, slots, trees)
-            costs = self._pace * seconds * np.interp(sizes, *self._ratios("verify", slots))
+            _, tokens, seconds = self._profiled(past // STEP, slots, trees)
+            costs = self._pace * seconds * np.interp(2 * np.log2(tokens), *self._ratios("verify", slots))
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -80,47 +68,39 @@ class Costs:
         """A draft for so many slots, or each pass of a drafter that makes several."""
         key = "draft", past // STEP, slots
         if key not in self.kept:
-            ratio = self._pace * self._ratios("draft", slots)[1][0]
-            self.kept[key] = ratio * self._profiled_draft_s(past // STEP, slots)
+            profiled_s, _, _ = self._profiled(past // STEP, slots, slots)
+            self.kept[key] = self._pace * profiled_s * self._ratios("draft", slots)[1][0]
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
         """Take a round's seconds, if it tells: of the draft (each pass) for `drafting` slots, the rest with `nodes`."""
         widest = min(max(nodes), len(self._tokens) - 1)
         behind, self._row = self._row, 0 if widest or drafting else self._row + 1
-        if self._row % WARM and not WARM / 2 < self._row < WARM:
+        if self._row % ROW and not ROW / 2 < self._row < ROW:
             return
         if widest:
             self.due -= 1
-        elif self._row % WARM == 0:
-            self._gap = self.due = min(4 * self._gap, SELDOM)
+        elif self._row % ROW == 0:
+            self.due = SELDOM
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
-        self._unread.append((past, len(nodes), drafting, tokens, draft_s, rest_s, behind > self._row))
-        self.rounds += 1
-        if self.rounds <= REFRESH or len(self._unread) >= REFRESH:
-            self._read()
-
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for past, slots, drafting, tokens, draft_s, rest_s, first in unread:
-            profiled_s = self._profiled_verify_s(past // STEP, slots, tokens)
-            self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s, first)
-            if drafting:
-                self._correct("draft", drafting, 0, draft_s / self._profiled_draft_s(past // STEP, drafting), first)
-        self.kept.clear()
+        slots, first, self.rounds = len(nodes), behind > self._row, self.rounds + 1
+        profiled_s = np.interp(tokens, *self._profiled(past // STEP, slots, slots)[1:])
+        self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / float(profiled_s), first)
+        if drafting:
+            self._correct("draft", drafting, 0, draft_s / self._profiled(past // STEP, drafting, drafting)[0], first)
+        if self.rounds <= 2 * ROW or self.rounds % (2 * ROW) == 0:  # the first at once
+            self.kept.clear()
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float, first: bool) -> None:
-        key, rounds = (kind, slots.bit_length(), size), 0
-        if (known := self._means.get(key)) is not None:
-            mean, rounds = known.ratio, known.rounds
-        else:
-            mean = float(np.interp(size, *self._ratios(kind, slots)))
-        if first and rounds and ratio > mean * self._pace:
-            return  # that says nothing
-        surprise = min(max(ratio / (mean * self._pace), 1 / OUTLIER), OUTLIER)
-        # A kind that is known tells how busy the machine is, which slows all of them down; a new one tells of itself.
-        self._pace *= surprise ** (PACE * rounds / (rounds + KNOWN))
-        self._means[key] = Correction(*key, mean * surprise ** max(SLOWEST, 1 / (2 + rounds)), rounds + 1)
+        key = kind, slots.bit_length(), size
+        known = self._means.get(key) or Correction(*key, float(np.interp(size, *self._ratios(kind, slots))), 0)
+        expected, rounds = known.ratio * self._pace, known.rounds
+        if first and rounds and ratio > expected:  # a draft behind rounds without tells only what it takes at most
+            return
+        surprise = min(max(ratio / expected, 1 / OUTLIER), OUTLIER)
+        # Half of what a known kind tells is how busy the machine is, which slows down all; a new one tells of itself.
+        self._pace *= surprise ** (rounds / (rounds + KNOWN) / 2)
+        self._means[key] = Correction(*key, known.ratio * surprise ** max(SLOWEST, 1 / (2 + rounds)), rounds + 1)
 
     def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
         """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""
@@ -132,15 +112,8 @@ class Costs:
         sizes = sorted(near) or [0]
         return sizes, [near[size][1] if near else 1.0 for size in sizes]
 
-    # Of the profile, behind so many steps of context.
-
-    def _draft_at(self, steps: int, slots: int) -> float:
-        return max(1e-9, float(self._profile.at(steps * STEP, slots, lambda times: np.array(times.draft_s))))
-
-    def _verify_at(self, steps: int, slots: int, tokens: float) -> float:
-        return float(self._profile.at(steps * STEP, slots, lambda times: times.verify_s(np.array(tokens))))
-
-    def _curve_at(self, steps: int, slots: int, trees: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Sizes, as corrections have them, and seconds of `verify_s`, both [1 + max_nodes]."""
-        tokens = 1 + (self._tokens - 1) * (trees / slots)
-        return 2 * np.log2(tokens), self._profile.at(steps * STEP, slots, lambda times: times.verify_s(tokens))
+    def _profiled_at(self, steps: int, slots: int, trees: int) -> tuple[float, Floats, Floats]:
+        """In the profile, seconds of a draft; and of the rest of a round of so many tokens, both [1 + max_nodes]."""
+        at, tokens = partial(self._profile.at, steps * STEP, slots), 1 + (self._tokens - 1) * (trees / slots)
+        draft_s = float(at(lambda times: np.array(times.draft_s)))
+        return max(1e-9, draft_s), tokens, at(lambda times: times.verify_s(tokens))
