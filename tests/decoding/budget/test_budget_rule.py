@@ -259,6 +259,32 @@ def test_what_a_probe_takes_in_lets_the_next_one_wait_and_is_not_held_against_it
     assert decisions[0] == decisions[1] and decisions[0] is not None and decisions[0].probe
 
 
+def test_slots_do_not_draft_where_those_that_would_have_shared_the_pass_do_not_repay_what_they_take_in() -> None:
+    """Eight would gain together; seven of them have too much to take in, and one alone cannot."""
+    verify = ((1, 1.0), (65, 1.6))
+    near, many = PassTimes(1, 64, 1.0, verify), PassTimes(8, 64, 1.5, verify)
+    shared = make_budgets(Profile("", near, replace(near, context=512, context_s=0.01), many), 64, 7)
+    shared.expected *= 1.65 / 7
+    inputs = [SlotInput(300, 200), *[SlotInput(1500, 2000, unseen=1500)] * 7]
+    assert RoundPlan.of([AutoBudget(shared) for _ in inputs], inputs).ceilings() == [0] * 8
+    inputs = [SlotInput(300, 200), *[SlotInput(1500, 2000)] * 7]
+    assert all(RoundPlan.of([AutoBudget(shared) for _ in inputs], inputs).ceilings())
+
+
+def test_rounds_that_costs_are_not_of_teach_nothing() -> None:
+    """Trees beyond the largest, as of a fixed budget beside automatic ones; and a draft without a tree tells nothing of
+    rounds without drafts."""
+    near = PassTimes(1, 64, 0.2, ((1, 1.0), (17, 1.2), (65, 4.0)))
+    costs = Costs(profile := Profile("", near), 16)
+    costs.learn(0, 0, [64, 16], 0.0, 9.0)
+    assert costs.corrected == profile
+    for nodes in [0, 3, 16] + [15] * (ROW - 3):
+        assert costs.due > 0
+        costs.learn(0, 1, [nodes], near.draft_s, float(near.verify_s(np.array(1 + nodes))))
+    assert costs.due == 0
+    assert all(c.ratio == pytest.approx(1.0) for c in costs.corrected.corrections), "all took what the profile says"
+
+
 def test_drafting_resumes_where_it_pays_again() -> None:
     """Wherever that is: a single text may meet a probe a token too late."""
     good = text(GOOD, 300, 1)
@@ -291,10 +317,9 @@ def test_other_work_slows_rounds_that_are_not_made_too() -> None:
     rounds(8, 0, 1.0)
     for load in (1.0, 5.0, 1.0, 0.2):
         rounds(96, 11, load)
-        assert costs.verify_s(0, 8)[11] == pytest.approx(tree_s * load, rel=0.05)
-        assert costs.verify_s(0, 8)[0] == pytest.approx(single_s * load, rel=0.25)
-    saved = Costs(costs.corrected, 64)
-    np.testing.assert_allclose(saved.verify_s(0, 8), costs.verify_s(0, 8))
+        for each in (costs, Costs(costs.corrected, 64)):  # and one that is opened with what was saved
+            assert each.verify_s(0, 8)[11] == pytest.approx(tree_s * load, rel=0.05)
+            assert each.verify_s(0, 8)[0] == pytest.approx(single_s * load, rel=0.25)
 
 
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
@@ -434,7 +459,7 @@ def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Drafts) -
         nodes = plan.choose(trees)
         plan.took(float(rng.uniform(0.01, 9)) * any(most), float(rng.uniform(0.1, 20)), nodes)
         for budget, tree, n, decision in zip(budgets, trees, nodes, plan.decisions, strict=True):
-            assert decision is not None and decision.expected_s > 0
+            assert decision is not None and decision.expected_s >= 0.999 * decision.single_token_s
             budget.observe(
                 decision, (tree or EMPTY).cut(n), np.arange(1 + int(rng.integers(0, 1 + min(n, 5))), dtype=np.int32)
             )
@@ -473,7 +498,7 @@ def test_levels_follow_what_is_accepted_and_what_they_cost(level_s: float, right
 def test_calibrated_ratios_against_a_plain_statement() -> None:
     rng = np.random.default_rng(3)
     evidence = np.zeros((2, 7))
-    observed, predicted, keep = np.zeros(7), np.zeros(7), 1 - 1 / 48
+    observed, predicted, keep = np.zeros(7), np.zeros(7), 1 - 1 / 32
     for _ in range(60):
         tree = random_tree(rng, 20)
         path = [0]

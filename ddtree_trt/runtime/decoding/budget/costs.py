@@ -15,12 +15,10 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 
 STEP = 64  # tokens of context over which costs are taken as constant, and rounds over which a plan without drafts holds
 SLOWEST = 1 / 32  # least weight of the latest observation in a mean
-KNOWN = 4  # observations that weigh as much as what was known before them, as which those of an earlier process count
+KNOWN = 4  # observations that weigh as much as what was known before, or in an earlier process; drafts that tell others
 OUTLIER = 2.0  # most times as much as expected that is believed, so that a streak of luck has a bounded effect
-ROW = (
-    8  # rounds without drafts that are made in a row, since the first take longer: the later half tells, then the last
-)
-SELDOM = 512  # rounds with drafts, which say little of what others take, between such rows
+ROW = 8  # rounds without drafts made in a row, of which the later half tells, then each last: the first take longer
+SELDOM = 512  # rounds with drafts, which say little of what others take, between such rows; ROW before the first
 Floats = NDArray[np.float64]
 
 
@@ -45,7 +43,8 @@ class Costs:
         self.context_s = profile.far.context_s if profile.far else 0.0  # of a draft, for each token still to take in
         self._means = {(c.kind, c.slots, c.size): replace(c, rounds=min(c.rounds, KNOWN)) for c in profile.corrections}
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
-        self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
+        # Those that costs are of, until rounds have changed them, and what was computed of these.
+        self._shown, self.kept = (self._pace, self._means), dict[Any, Any]()
         self.rounds, self._row, self.due = 0, 0, ROW  # learnt from; without drafts in a row; and with until such a row
         self._profiled = lru_cache(self._profiled_at)
 
@@ -60,7 +59,8 @@ class Costs:
         key = "verify", past // STEP, slots, trees
         if key not in self.kept:
             _, tokens, seconds = self._profiled(past // STEP, slots, trees)
-            costs = self._pace * seconds * np.interp(2 * np.log2(tokens), *self._ratios("verify", slots))
+            costs = self._shown[0] * seconds * np.interp(2 * np.log2(tokens), *self._ratios("verify", slots))
+            costs = costs[self._tokens - 1]
             self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
         return self.kept[key]
 
@@ -69,16 +69,16 @@ class Costs:
         key = "draft", past // STEP, slots
         if key not in self.kept:
             profiled_s, _, _ = self._profiled(past // STEP, slots, slots)
-            self.kept[key] = self._pace * profiled_s * self._ratios("draft", slots)[1][0]
+            self.kept[key] = self._shown[0] * profiled_s * self._ratios("draft", slots)[1][0]
         return self.kept[key]
 
     def learn(self, past: int, drafting: int, nodes: Sequence[int], draft_s: float, rest_s: float) -> None:
         """Take a round's seconds, if it tells: of the draft (each pass) for `drafting` slots, the rest with `nodes`."""
-        widest = min(max(nodes), len(self._tokens) - 1)
+        widest = max(nodes)
         behind, self._row = self._row, 0 if widest or drafting else self._row + 1
-        if self._row % ROW and not ROW / 2 < self._row < ROW:
+        if widest >= len(self._tokens) or (self._row % ROW and not ROW / 2 < self._row < ROW):
             return
-        if widest:
+        if self._row == 0:
             self.due -= 1
         elif self._row % ROW == 0:
             self.due = SELDOM
@@ -89,7 +89,7 @@ class Costs:
         if drafting:
             self._correct("draft", drafting, 0, draft_s / self._profiled(past // STEP, drafting, drafting)[0], first)
         if self.rounds <= 2 * ROW or self.rounds % (2 * ROW) == 0:  # the first at once
-            self.kept.clear()
+            self._shown, self.kept = (self._pace, dict(self._means)), {}
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float, first: bool) -> None:
         key = kind, slots.bit_length(), size
@@ -105,7 +105,7 @@ class Costs:
     def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
         """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""
         near: dict[int, tuple[int, float]] = {}
-        for each in self._means.values():
+        for each in self._shown[1].values():
             if each.kind == kind:
                 found = abs(each.slots - slots.bit_length()), each.ratio
                 near[each.size] = min(near.get(each.size, found), found)
@@ -113,7 +113,7 @@ class Costs:
         return sizes, [near[size][1] if near else 1.0 for size in sizes]
 
     def _profiled_at(self, steps: int, slots: int, trees: int) -> tuple[float, Floats, Floats]:
-        """In the profile, seconds of a draft; and of the rest of a round of so many tokens, both [1 + max_nodes]."""
-        at, tokens = partial(self._profile.at, steps * STEP, slots), 1 + (self._tokens - 1) * (trees / slots)
+        """Of the profile: seconds of a draft; tokens a slot, rising, and the rest of a round of so many, both [T]."""
+        at, tokens = partial(self._profile.at, steps * STEP, slots), 1 + np.arange(self._tokens[-1]) * (trees / slots)
         draft_s = float(at(lambda times: np.array(times.draft_s)))
         return max(1e-9, draft_s), tokens, at(lambda times: times.verify_s(tokens))

@@ -193,7 +193,7 @@ class RoundPlan:
             own_s = (all_s - self._prices(few)[0])[least - 1] / (len(able) - few)
             joins = [i for i in able if own_s + self._unseen_s[i] < sums[i] * self._single_s]
             drafting = sorted({*drafting, *joins})
-        return drafting
+        return drafting if drafting and self._prices(len(drafting))[1] else []  # so few may not pay
 
     def _probing(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
