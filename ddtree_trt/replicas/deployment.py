@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ddtree_trt import errors
 from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.device.cpu import usable_cores
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError, told
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import with_origins
@@ -75,7 +76,8 @@ def connected() -> Iterator[bool]:
                 if address:
                     raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
         if started := not ray.is_initialized():
-            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+            bound = cores if (cores := usable_cores()) < (os.cpu_count() or 1) else None  # which Ray does not look at
+            ray.init(address="local", num_cpus=bound, include_dashboard=False, logging_level=logging.WARNING)
     try:
         yield started
     finally:

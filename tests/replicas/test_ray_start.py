@@ -59,6 +59,20 @@ def test_ray_does_not_start(cli: Cli, tiny_engine: Path, monkeypatch: pytest.Mon
     assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (1, "", expected)
 
 
+@pytest.mark.parametrize(("usable", "given"), [(1, 1), (8, None)])
+def test_replicas_share_the_cores_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, usable: int, given: int | None
+) -> None:
+    """Ray counts those of the machine, or of its container where that has fewer."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(usable)), raising=False)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options))
+    with deployment.connected():
+        assert asked[0]["num_cpus"] == given
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
 def test_an_address_that_does_not_answer(
     cli: Cli, tiny_engine: Path, address: str, monkeypatch: pytest.MonkeyPatch

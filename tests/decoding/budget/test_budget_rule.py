@@ -21,6 +21,7 @@ from ddtree_trt.runtime.decoding.budget.costs import ROW, STEP, Costs
 from ddtree_trt.runtime.decoding.budget.policy import (
     LOSS,
     PROBES,
+    PURSE,
     AutoBudget,
     AutoBudgets,
     Budget,
@@ -251,10 +252,10 @@ def test_what_a_probe_takes_in_lets_the_next_one_wait_and_is_not_held_against_it
     for unseen in (0, 300):
         shared = shared_budgets(costly)
         budget = AutoBudget(shared)
-        budget.loss, shared.purse = LOSS, LOSS
+        budget.loss, shared.purse = LOSS, PURSE
         plan = RoundPlan.of([budget], [SlotInput(1000, 500, unseen=unseen)])
         plan.choose([random_tree(np.random.default_rng(0), n) for n in plan.ceilings()])
-        assert shared.purse == pytest.approx(LOSS - unseen / 100)
+        assert shared.purse == pytest.approx(PURSE - unseen / 100)
         decisions += plan.decisions
     assert decisions[0] == decisions[1] and decisions[0] is not None and decisions[0].probe
 

@@ -13,10 +13,8 @@ from ddtree_trt.drafters.kind import Drafts
 from ddtree_trt.runtime.decoding.budget.costs import KNOWN, OUTLIER, SLOWEST, STEP, Costs, Floats
 from ddtree_trt.runtime.tree import DraftTree, chain_parents
 
-LOSS = (
-    6.0  # single-token passes a request may lose by drafting since it last gained; most it is ahead; saved for probes
-)
-PROBES = 1 / 100  # of all single-token passes may be lost by probes
+LOSS = 6.0  # single-token passes that a request may lose by drafting since it last gained; the most it is ahead, too
+PROBES, PURSE = 1 / 100, 16.0  # of all single-token passes may be lost by probes; and how many of them are saved up
 REPAID = 8  # tokens left for each pass that a probe, or what a drafter has still to take in, may lose
 LATEST = 1 / 16  # least weight of a request's latest draft in what it expects; of its first ones, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
@@ -136,8 +134,7 @@ class RoundPlan:
         self._shared = shared = next(iter(self._autos.values())).shared
         rounds, requests, shared.plan = shared.plan._made, len(shared.plan._autos), self
         shared.rounds += rounds
-        earned = PROBES * rounds * requests  # each makes a token at least
-        shared.purse = min(shared.purse + earned, LOSS * len(self._autos))
+        shared.purse = min(shared.purse + PROBES * rounds * requests, PURSE)  # each makes a token at least
         self._inputs, self._ahead = list(inputs), ahead
         self._slots, self._past = len(budgets), sum([s.past for s in self._inputs]) // len(budgets)
         self._mixed, self._passes = any(self._nodes), 1  # whether fixed budgets draft, too; of the drafter
@@ -197,17 +194,17 @@ class RoundPlan:
 
     def _probing(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
-        shared = self._shared
+        shared, self._rest = self._shared, float(STEP)
         for count in [1 << n for n in range(len(able).bit_length())]:
             _, least, least_s = self._prices(count)
             slots = sorted([i for i in able if least and least_s <= self._repays[i]], key=lambda i: self._autos[i].last)
             missing = least_s * count / self._single_s - shared.purse
-            if len(slots) >= count:
-                self._probes, self._rest = missing <= 0, min(STEP, max(0, missing) / (PROBES * len(self._autos)))
-                if self._probes:  # what they take in lets the next ones wait
-                    shared.purse -= sum([self._unseen_s[i] for i in slots[:count]]) / self._single_s
-                return slots[:count] if self._probes else []
-        self._rest = STEP
+            if len(slots) >= count and missing > 0:
+                self._rest = min(self._rest, missing / (PROBES * len(self._autos)))
+            elif len(slots) >= count:
+                self._probes, self._rest, slots = True, 0.0, slots[:count]
+                shared.purse -= sum([self._unseen_s[i] for i in slots]) / self._single_s  # so the next ones wait
+                return slots
         return []
 
     def _prices(self, drafting: int) -> tuple[Floats, int, float]:
