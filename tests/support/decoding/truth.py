@@ -47,7 +47,7 @@ def distribution(
     weights = _normalised({t: math.exp((x[t] - x[kept[0]]) / params.temperature) for t in kept})
     mass, nucleus = 0.0, []
     for token in kept:
-        if mass < params.top_p:
+        if mass < params.top_p or params.top_p == 1:  # of the sum, which may be 1 before it is whole
             nucleus.append(token)
             mass += weights[token]
     floor = params.min_p * weights[kept[0]]
