@@ -318,9 +318,11 @@ def test_other_work_slows_rounds_that_are_not_made_too() -> None:
     rounds(8, 0, 1.0)
     for load in (1.0, 5.0, 1.0, 0.2):
         rounds(96, 11, load)
-        for each in (costs, Costs(costs.corrected, 64)):  # and one that is opened with what was saved
-            assert each.verify_s(0, 8)[11] == pytest.approx(tree_s * load, rel=0.05)
-            assert each.verify_s(0, 8)[0] == pytest.approx(single_s * load, rel=0.25)
+        assert costs.verify_s(0, 8)[11] == pytest.approx(tree_s * load, rel=0.05)
+        assert costs.verify_s(0, 8)[0] == pytest.approx(single_s * load, rel=0.25)
+    rounds(-costs.rounds % (2 * ROW), 11, load)  # costs follow every so many rounds
+    saved = Costs(costs.corrected, 64)
+    np.testing.assert_allclose(saved.verify_s(0, 8), costs.verify_s(0, 8))
 
 
 def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
@@ -343,7 +345,7 @@ def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, qua
 @pytest.mark.parametrize("name", ["tiny", "h100"])
 def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None:
     answers = [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
-    assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.08 * seconds_of(MACHINES[name], answers, 1)
+    assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
 
 
 @pytest.mark.parametrize(("reopened", "within"), [(False, 1.45), (True, 1.25)])

@@ -18,7 +18,8 @@ SLOWEST = 1 / 32  # least weight of the latest observation in a mean
 KNOWN = 4  # observations that weigh as much as what was known before, or in an earlier process; drafts that tell others
 OUTLIER = 2.0  # most times as much as expected that is believed, so that a streak of luck has a bounded effect
 ROW = 8  # rounds without drafts made in a row, of which the later half tells, then each last: the first take longer
-SELDOM = 512  # rounds with drafts, which say little of what others take, between such rows; ROW before the first
+SELDOM = 512  # rounds with drafts, which say little of what others take, between such rows: at first ROW, then 4 ROW …
+
 Floats = NDArray[np.float64]
 
 
@@ -45,7 +46,8 @@ class Costs:
         self._pace = 1.0  # how many times as long as those means all rounds take at the moment
         # Those that costs are of, until rounds have changed them, and what was computed of these.
         self._shown, self.kept = (self._pace, self._means), dict[Any, Any]()
-        self.rounds, self._row, self.due = 0, 0, ROW  # learnt from; without drafts in a row; and with until such a row
+        self.rounds = self._row = 0  # learnt from; and without drafts in a row
+        self._gap = self.due = ROW  # rounds with drafts between such rows; and until the next
         self._profiled = lru_cache(self._profiled_at)
 
     @property
@@ -81,7 +83,7 @@ class Costs:
         if self._row == 0:
             self.due -= 1
         elif self._row % ROW == 0:
-            self.due = SELDOM
+            self._gap = self.due = min(4 * self._gap, SELDOM)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
         slots, first, self.rounds = len(nodes), behind > self._row, self.rounds + 1
         profiled_s = np.interp(tokens, *self._profiled(past // STEP, slots, slots)[1:])

@@ -195,9 +195,10 @@ class RoundPlan:
     def _probing(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
         shared, self._rest = self._shared, float(STEP)
+        able.sort(key=lambda i: self._autos[i].last)
         for count in [1 << n for n in range(len(able).bit_length())]:
             _, least, least_s = self._prices(count)
-            slots = sorted([i for i in able if least and least_s <= self._repays[i]], key=lambda i: self._autos[i].last)
+            slots = [i for i in able if least and least_s <= self._repays[i]]
             missing = least_s * count / self._single_s - shared.purse
             if len(slots) >= count and missing > 0:
                 self._rest = min(self._rest, missing / (PROBES * len(self._autos)))
