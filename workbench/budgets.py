@@ -54,36 +54,32 @@ def run(core: EngineCore, requests: Sequence[Request], slots: int) -> list[list[
     return arrivals
 
 
-def play(
-    core: EngineCore, cases: Sequence[str], prompts: Sequence[BenchPrompt], slots: int, tokens: int, repeats: int
-) -> list[dict[str, float]]:
-    """Seconds of each case in each repeat, but for a first one."""
-    taken, expected = list[dict[str, float]](), list[list[int]]()
-    for _ in range(1 + repeats):
-        taken.append({})
-        for case in random.sample(cases, len(cases)):
-            core.scheduler.reset_prefix_cache()
-            requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
-            taken[-1][case] = max(times[-1] for times in run(core, requests, slots))
-            answers = [request.sequences[0].output for request in requests]
-            expected = expected or answers
-            if answers != expected:
-                print(f"{case} gave other tokens than the case before (the engine is not exact)")
-    return taken[1:]
-
-
 def compare(
     core: EngineCore, prompts: Sequence[BenchPrompt], slots: int, tokens: int, repeats: int
 ) -> dict[str, float]:
     """Tokens a second of each case over those of `ar`, then those of `auto` over `ar`'s and over the best's again."""
+    expected: list[list[int]] = []
+
+    def seconds(cases: Sequence[str]) -> dict[str, float]:
+        taken = {}
+        for case in random.sample(cases, len(cases)):
+            core.scheduler.reset_prefix_cache()
+            requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
+            taken[case] = max(times[-1] for times in run(core, requests, slots))
+            answers = [request.sequences[0].output for request in requests]
+            expected[:] = expected or answers
+            if answers != expected:
+                print(f"{case} gave other tokens than the first case (the engine is not exact)")
+        return taken
+
     largest = core.engine.manifest.limits.max_tree_budget
     cases = ["ar", "chain", *(str(n) for n in BUDGETS if n <= largest), "auto"]
-    first = play(core, cases, prompts, slots, tokens, repeats)
+    _, *first = [seconds(cases) for _ in range(1 + repeats)]
     ratios = {case: median(each["ar"] / each[case] for each in first) for case in cases}
     best = max(cases[:-1], key=ratios.__getitem__)
-    second = play(core, sorted({"ar", best, "auto"}), prompts, slots, tokens, 3 * repeats)
+    again = [seconds(sorted({"ar", best, "auto"})) for _ in range(3 * repeats)]
     for name, rival in (("ar", "ar"), ("best", best)):
-        ratios[f"auto / {name}"] = median(each[rival] / each["auto"] for each in second)
+        ratios[f"auto / {name}"] = median(each[rival] / each["auto"] for each in again)
     return ratios
 
 
