@@ -42,8 +42,8 @@ class Costs:
         self._tokens = np.maximum(sizes[np.minimum(sizes.searchsorted(tokens), len(sizes) - 1)], tokens)  # computed
         self.filled = self._tokens.searchsorted(self._tokens, side="right") - 1  # most nodes at the cost of n
         self.context_s = profile.far.context_s if profile.far else 0.0  # of a draft, for each token still to take in
-        self._means = {(c.kind, c.slots, c.size): replace(c, rounds=min(c.rounds, KNOWN)) for c in profile.corrections}
-        self._pace = 1.0  # how many times as long as those means all rounds take at the moment
+        self._means = {(c.kind, c.slots, c.size): (c.ratio, min(c.rounds, KNOWN)) for c in profile.corrections}
+        self._pace = 1.0  # how many times as long as those mean ratios all rounds take at the moment
         # Those that costs are of, until rounds have changed them, and what was computed of these.
         self._shown, self.kept = (self._pace, self._means), dict[Any, Any]()
         self.rounds = self._row = 0  # learnt from; and without drafts in a row
@@ -52,7 +52,7 @@ class Costs:
 
     @property
     def corrected(self) -> Profile:
-        means = (replace(each, ratio=each.ratio * self._pace) for each in self._means.values())
+        means = (Correction(*key, ratio * self._pace, rounds) for key, (ratio, rounds) in self._means.items())
         return replace(self._profile, corrections=tuple(means))
 
     def verify_s(self, past: int, slots: int, trees: int | None = None) -> Floats:
@@ -86,8 +86,9 @@ class Costs:
             self._gap = self.due = min(4 * self._gap, SELDOM)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
         slots, first, self.rounds = len(nodes), behind > self._row, self.rounds + 1
-        profiled_s = np.interp(tokens, *self._profiled(past // STEP, slots, slots)[1:])
-        self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / float(profiled_s), first)
+        _, sizes, seconds = self._profiled(past // STEP, slots, slots)
+        profiled_s = float(seconds[0] if tokens == 1 else np.interp(tokens, sizes, seconds))
+        self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s, first)
         if drafting:
             self._correct("draft", drafting, 0, draft_s / self._profiled(past // STEP, drafting, drafting)[0], first)
         if self.rounds <= 2 * ROW or self.rounds % (2 * ROW) == 0:  # the first at once
@@ -95,22 +96,21 @@ class Costs:
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float, first: bool) -> None:
         key = kind, slots.bit_length(), size
-        known = self._means.get(key) or Correction(*key, float(np.interp(size, *self._ratios(kind, slots))), 0)
-        expected, rounds = known.ratio * self._pace, known.rounds
-        if first and rounds and ratio > expected:  # a draft behind rounds without tells only what it takes at most
+        mean, rounds = self._means.get(key) or (float(np.interp(size, *self._ratios(kind, slots))), 0)
+        surprise = min(max(ratio / (mean * self._pace), 1 / OUTLIER), OUTLIER)
+        if first and rounds and surprise > 1:  # a draft behind rounds without tells only what it takes at most
             return
-        surprise = min(max(ratio / expected, 1 / OUTLIER), OUTLIER)
         # Half of what a known kind tells is how busy the machine is, which slows down all; a new one tells of itself.
         self._pace *= surprise ** (rounds / (rounds + KNOWN) / 2)
-        self._means[key] = Correction(*key, known.ratio * surprise ** max(SLOWEST, 1 / (2 + rounds)), rounds + 1)
+        self._means[key] = mean * surprise ** max(SLOWEST, 1 / (2 + rounds)), rounds + 1
 
     def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
         """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""
         near: dict[int, tuple[int, float]] = {}
-        for each in self._shown[1].values():
-            if each.kind == kind:
-                found = abs(each.slots - slots.bit_length()), each.ratio
-                near[each.size] = min(near.get(each.size, found), found)
+        for (its_kind, its_slots, size), (ratio, _) in self._shown[1].items():
+            if its_kind == kind:
+                found = abs(its_slots - slots.bit_length()), ratio
+                near[size] = min(near.get(size, found), found)
         sizes = sorted(near) or [0]
         return sizes, [near[size][1] if near else 1.0 for size in sizes]
 

@@ -76,10 +76,11 @@ class AutoBudget:
         if self.shared.proposes != "block":
             ratios = _native.calibrated_ratios(self._reached, KNOWN, OUTLIER, self._root)
             return np.cumprod(np.where(np.arange(len(ratios)) < deepest, ratios, 0.0), dtype=np.float64)
-        expected = self.shared.expected
-        expected = self.recent + (expected - self.recent) / (1 + self.weighed) if self.weighed else expected
-        whole = deepest == self.shared.max_depth
-        return expected if whole else np.diff(np.minimum(np.cumsum(expected), deepest), prepend=0.0)
+        expected = (self.shared.expected + self.weighed * self.recent) / (1 + self.weighed)
+        if deepest < self.shared.max_depth:
+            expected = np.minimum(np.add.accumulate(expected), deepest)
+            expected[1:] -= expected[:-1]
+        return expected
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
         """Learn from a verified draft and the accepted path [m], root first. `ends`: the output ends with the path, and
@@ -125,8 +126,7 @@ class RoundPlan:
         """`inputs`: of the same slots. `ahead`: sizes are chosen before drafts are seen, as for a device's rounds."""
         self._budgets, self._made, self._rest = budgets, 1, 0.0  # rounds begun by it; and more that it holds for
         self.decisions: list[Decision | None] = [None] * len(budgets)  # None for fixed budgets
-        self._drafting: list[int] = []  # slots of automatic budgets
-        self._probes = False  # whether those that draft only see whether it pays again
+        self._drafting, self._probes = list[int](), False  # slots; and whether they only see whether it pays again
         self._nodes = [b.nodes if isinstance(b, FixedBudget) else 0 for b in budgets]
         self._autos = {i: b for i, b in enumerate(budgets) if isinstance(b, AutoBudget)}
         if not self._autos:
