@@ -117,5 +117,4 @@ class Costs:
     def _profiled_at(self, steps: int, slots: int, trees: int) -> tuple[float, Floats, Floats]:
         """Of the profile: seconds of a draft; tokens a slot, rising, and the rest of a round of so many, both [T]."""
         at, tokens = partial(self._profile.at, steps * STEP, slots), 1 + np.arange(self._tokens[-1]) * (trees / slots)
-        draft_s = float(at(lambda times: np.array(times.draft_s)))
-        return max(1e-9, draft_s), tokens, at(lambda times: times.verify_s(tokens))
+        return max(1e-9, float(at(lambda t: np.array(t.draft_s)))), tokens, at(lambda t: t.verify_s(tokens))

@@ -76,7 +76,8 @@ class AutoBudget:
         if self.shared.proposes != "block":
             ratios = _native.calibrated_ratios(self._reached, KNOWN, OUTLIER, self._root)
             return np.cumprod(np.where(np.arange(len(ratios)) < deepest, ratios, 0.0), dtype=np.float64)
-        expected = (self.shared.expected + self.weighed * self.recent) / (1 + self.weighed)
+        expected, drafts = self.shared.expected, self.weighed
+        expected = (expected + drafts * self.recent) / (1 + drafts) if drafts else expected
         if deepest < self.shared.max_depth:
             expected = np.minimum(np.add.accumulate(expected), deepest)
             expected[1:] -= expected[:-1]
