@@ -86,9 +86,8 @@ class Costs:
             self._gap = self.due = min(4 * self._gap, SELDOM)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
         slots, first, self.rounds = len(nodes), behind > self._row, self.rounds + 1
-        _, sizes, seconds = self._profiled(past // STEP, slots, slots)
-        profiled_s = float(seconds[0] if tokens == 1 else np.interp(tokens, sizes, seconds))
-        self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / profiled_s, first)
+        profiled_s = np.interp(tokens, *self._profiled(past // STEP, slots, slots)[1:])
+        self._correct("verify", slots, round(2 * math.log2(tokens)), rest_s / float(profiled_s), first)
         if drafting:
             self._correct("draft", drafting, 0, draft_s / self._profiled(past // STEP, drafting, drafting)[0], first)
         if self.rounds <= 2 * ROW or self.rounds % (2 * ROW) == 0:  # the first at once
@@ -117,4 +116,5 @@ class Costs:
     def _profiled_at(self, steps: int, slots: int, trees: int) -> tuple[float, Floats, Floats]:
         """Of the profile: seconds of a draft; tokens a slot, rising, and the rest of a round of so many, both [T]."""
         at, tokens = partial(self._profile.at, steps * STEP, slots), 1 + np.arange(self._tokens[-1]) * (trees / slots)
-        return max(1e-9, float(at(lambda t: np.array(t.draft_s)))), tokens, at(lambda t: t.verify_s(tokens))
+        draft_s = float(at(lambda times: np.array(times.draft_s)))
+        return max(1e-9, draft_s), tokens, at(lambda times: times.verify_s(tokens))
