@@ -5,8 +5,9 @@
 Every repeat runs each case once on the same prompts, the cases in random order; medians over the repeats are shown, as
 tokens a second over those of `ar` in the same repeat. `ar`, `auto` and the best of the others then meet again, three
 times as often: the best of many noisy figures is a lucky one, so the last two columns are of these repeats alone. So
-many requests are side by side as `--slots` says; times are of whole requests, prompts included. A first repeat is not
-counted. All cases must give the same tokens.
+many requests are side by side as `--slots` says; times are of whole requests, prompts included. Answers have `--tokens`
+at most, later ones down to half as many: of equal ones those of `ar` alone would end together, and the prompts behind
+them be read in one pass. A first repeat is not counted. All cases must give the same tokens.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ def compare(
 ) -> dict[str, float]:
     """Tokens a second of each case over those of `ar`, then those of `auto` over `ar`'s and over the best's again."""
     expected: list[list[int]] = []
+    limits = [tokens - n * tokens // (2 * len(prompts)) for n in range(len(prompts))]
 
     def seconds(cases: Sequence[str]) -> dict[str, float]:
         taken = {}
         for case in random.sample(cases, len(cases)):
             core.scheduler.reset_prefix_cache()
-            requests = [core.maker.make(prompt.opening, params(case, tokens)) for prompt in prompts]
+            requests = [core.maker.make(p.opening, params(case, n)) for p, n in zip(prompts, limits, strict=True)]
             taken[case] = max(times[-1] for times in run(core, requests, slots))
             answers = [request.sequences[0].output for request in requests]
             expected[:] = expected or answers

@@ -1,5 +1,6 @@
 """The DFlash drafter of the ONNX Runtime engine."""
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ class BlockDrafter(Drafter):
     def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
         """`chunk`: most states of one pass."""
         self._network, self._dims, self._chunk = network, dims, chunk
-        # States [rows, M·H] that the cache does not hold yet: `rows` of a slot's memory, from `start` on.
-        self._held = [np.empty((0, dims.taps_width), np.float32)] * network.cache.slots
-        self._start, self._rows = [0] * network.cache.slots, [0] * network.cache.slots
+        # Pieces [·, M·H] of a slot's states that the cache does not hold yet, and their rows together.
+        self._held = [deque[NDArray[np.float32]]() for _ in range(network.cache.slots)]
+        self._rows = [0] * network.cache.slots
         self._first = [0] * network.cache.slots  # of the rows, cached or not, from which on none was left out
         self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
@@ -43,31 +44,28 @@ class BlockDrafter(Drafter):
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
-        held, start, rows = self._held[slot], self._start[slot], self._rows[slot]
-        size = rows + len(states)
-        if start + size > len(held):
-            memory = held if 2 * size <= len(held) else np.empty((2 * size, held.shape[1]), np.float32)
-            memory[:rows] = held[start : start + rows]
-            self._held[slot], self._start[slot], held, start = memory, 0, memory, 0
-        held[start + rows : start + size] = states
-        self._rows[slot] = size
-        if self._reach and (unreached := size - self._reach) > 0:
-            self._network.cache.append(slot, unreached)
-            self._start[slot], self._rows[slot] = start + unreached, self._reach
+        held = self._held[slot]
+        held.append(states.copy())
+        self._rows[slot] += len(states)
+        while self._reach and (unreached := self._rows[slot] - self._reach) > 0:
+            piece = held.popleft()
+            if unreached < len(piece):
+                held.appendleft(piece[unreached:])
+            gone = min(unreached, len(piece))
+            self._rows[slot] -= gone
+            self._network.cache.append(slot, gone)
             self._first[slot] = self._network.cache.lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
         cache = self._network.cache
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        self._rows[slot], self._first[slot] = min(self._rows[slot], length - context), min(self._first[slot], length)
-        if not length:
-            self._release(slot)
-
-    def _release(self, slot: int) -> None:
-        """Give back a long prompt's memory, which decoding does not need."""
-        if len(self._held[slot]) > 2 * self._chunk:
-            self._held[slot] = self._held[slot][:0].copy()
+        self._first[slot] = min(self._first[slot], length)
+        while (over := self._rows[slot] - (length - context)) > 0:
+            piece = self._held[slot].pop()
+            if over < len(piece):
+                self._held[slot].append(piece[:-over])
+            self._rows[slot] -= min(over, len(piece))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""
@@ -76,9 +74,9 @@ class BlockDrafter(Drafter):
             slot, held = request.slot, self._held[request.slot]
             if not self._rows[slot]:
                 raise EngineError(f"slot {slot} has no new target states to draft from")
-            states = held[self._start[slot] : self._start[slot] + self._rows[slot]]
-            self._start[slot], self._rows[slot] = 0, 0
-            self._release(slot)
+            states = held[0] if len(held) == 1 else np.concatenate(held)
+            held.clear()
+            self._rows[slot] = 0
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from ddtree_trt.runtime.engines.profile import Correction, Profile
 
 STEP = 64  # tokens of context over which costs are taken as constant, and rounds over which a plan without drafts holds
-SLOWEST = 1 / 32  # least weight of the latest observation in a mean
+LATEST = 1 / 16  # least weight of the latest observation in a mean
 KNOWN = 4  # observations that weigh as much as what was known before, or in an earlier process; drafts that tell others
 OUTLIER = 2.0  # most times as much as expected that is believed, so that a streak of luck has a bounded effect
 ROW = 8  # rounds without drafts made in a row, of which the later half tells, then each last: the first take longer
-SELDOM = 512  # rounds with drafts, which say little of what others take, between such rows: at first ROW, then 4 ROW …
 
 Floats = NDArray[np.float64]
 
@@ -47,7 +46,8 @@ class Costs:
         # Those that costs are of, until rounds have changed them, and what was computed of these.
         self._shown, self.kept = (self._pace, self._means), dict[Any, Any]()
         self.rounds = self._row = 0  # learnt from; and without drafts in a row
-        self._gap = self.due = ROW  # rounds with drafts between such rows; and until the next
+        # Rounds with drafts, which say little of what others take, between such rows, more and more; until the next.
+        self._gap = self.due = ROW
         self._profiled = lru_cache(self._profiled_at)
 
     @property
@@ -83,7 +83,7 @@ class Costs:
         if self._row == 0:
             self.due -= 1
         elif self._row % ROW == 0:
-            self._gap = self.due = min(4 * self._gap, SELDOM)
+            self._gap = self.due = min(4 * self._gap, ROW * STEP)
         tokens = float(self._tokens[widest]) if self._padded else 1 + sum(nodes) / len(nodes)
         slots, first, self.rounds = len(nodes), behind > self._row, self.rounds + 1
         profiled_s = np.interp(tokens, *self._profiled(past // STEP, slots, slots)[1:])
@@ -101,7 +101,7 @@ class Costs:
             return
         # Half of what a known kind tells is how busy the machine is, which slows down all; a new one tells of itself.
         self._pace *= surprise ** (rounds / (rounds + KNOWN) / 2)
-        self._means[key] = mean * surprise ** max(SLOWEST, 1 / (2 + rounds)), rounds + 1
+        self._means[key] = mean * surprise ** max(LATEST, 1 / (2 + rounds)), rounds + 1
 
     def _ratios(self, kind: str, slots: int) -> tuple[list[int], list[float]]:
         """The sizes known, rising, and the ratio of each at the nearest number of slots for which it is."""

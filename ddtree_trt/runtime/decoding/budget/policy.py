@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.drafters.kind import Drafts
-from ddtree_trt.runtime.decoding.budget.costs import KNOWN, OUTLIER, SLOWEST, STEP, Costs, Floats
+from ddtree_trt.runtime.decoding.budget.costs import KNOWN, LATEST, OUTLIER, STEP, Costs, Floats
 from ddtree_trt.runtime.tree import DraftTree, chain_parents
 
 LOSS = 6.0  # single-token passes that a request may lose by drafting since it last gained; the most it is ahead, too
 PROBES, PURSE = 1 / 100, 16.0  # of all single-token passes may be lost by probes; and how many of them are saved up
 REPAID = 8  # tokens left for each pass that a probe, or what a drafter has still to take in, may lose
-LATEST = 1 / 16  # least weight of a request's latest draft in what it expects; of its first ones, in what all expect
 REACHED = 0.8  # most that is expected of a depth where the length is chosen before the drafter has probabilities
 
 
@@ -100,14 +99,14 @@ class AutoBudget:
                 self.loss = min(self.loss, 0.0)
             else:
                 self.weighed = 0
-        if self._drafts <= KNOWN:
-            proven = min(OUTLIER, self._kept / self._promised) * self.expected(shared.max_depth)
-            shared.expected += LATEST * (proven - shared.expected)
+        if self._drafts <= KNOWN:  # tells what a new request is to expect
+            own = self.recent if shared.proposes == "block" else self.expected(shared.max_depth)
+            shared.expected += LATEST * (min(OUTLIER, self._kept / self._promised) * own - shared.expected)
         if tree.token_ids.size and not ends:
-            _native.learn(self.acceptance, tree.parents, tree.log_weights, path, 1 - SLOWEST)
+            _native.learn(self.acceptance, tree.parents, tree.log_weights, path, 1 - LATEST)
             if shared.proposes != "block":
                 levels, walked = int(tree.depths.max()), np.arange(len(path), dtype=np.int32)
-                _native.learn(self._reached, chain_parents(1 + levels), np.zeros(levels), walked, 1 - SLOWEST)
+                _native.learn(self._reached, chain_parents(1 + levels), np.zeros(levels), walked, 1 - LATEST)
 
 
 Budget = FixedBudget | AutoBudget
