@@ -47,25 +47,23 @@ class BlockDrafter(Drafter):
         held = self._held[slot]
         held.append(states.copy())
         self._rows[slot] += len(states)
-        while self._reach and (unreached := self._rows[slot] - self._reach) > 0:
-            piece = held.popleft()
-            if unreached < len(piece):
-                held.appendleft(piece[unreached:])
-            gone = min(unreached, len(piece))
-            self._rows[slot] -= gone
-            self._network.cache.append(slot, gone)
-            self._first[slot] = self._network.cache.lengths[slot]
+        if self._reach and (unreached := self._rows[slot] - self._reach) > 0:
+            self._network.cache.append(slot, unreached)
+            self._rows[slot], self._first[slot] = self._reach, self._network.cache.lengths[slot]
+            while unreached >= len(held[0]):
+                unreached -= len(held.popleft())
+            held[0] = held[0][unreached:]
 
     def truncate(self, slot: int, length: int) -> None:
-        cache = self._network.cache
+        cache, held = self._network.cache, self._held[slot]
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        self._first[slot] = min(self._first[slot], length)
-        while (over := self._rows[slot] - (length - context)) > 0:
-            piece = self._held[slot].pop()
-            if over < len(piece):
-                self._held[slot].append(piece[:-over])
-            self._rows[slot] -= min(over, len(piece))
+        over = max(0, self._rows[slot] - (length - context))
+        self._rows[slot], self._first[slot] = self._rows[slot] - over, min(self._first[slot], length)
+        while held and over >= len(held[-1]):
+            over -= len(held.pop())
+        if over:
+            held[-1] = held[-1][:-over]
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""
