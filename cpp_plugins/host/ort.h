@@ -2,6 +2,7 @@
 // ONNX Runtime's C header, and an operator needs little of it: entries of a table that only ever grows at its end.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
@@ -20,29 +21,25 @@ struct OrtCustomOpDomain;
 struct OrtKernelInfo;
 struct OrtKernelContext;
 struct OrtValue;
-struct OrtShape;
 struct OrtApiBase {
     const void* (*get_api)(uint32_t version);
     const char* (*get_version)();
 };
 
-constexpr uint32_t API_VERSION = 17;  // of ONNX Runtime 1.17, the first with ParallelFor
+constexpr uint32_t API_VERSION = 24;  // of ONNX Runtime 1.24, the first to lend a tensor's shape
 enum Entry {
     CREATE_STATUS = 0,
     CREATE_DOMAIN = 26,
     DOMAIN_ADD = 27,
     ADD_DOMAIN = 28,
     GET_DATA = 51,
-    GET_DIMENSIONS_COUNT = 61,
-    GET_DIMENSIONS = 62,
-    GET_SHAPE = 65,
     GET_FLOAT = 85,
     GET_INT = 86,
     GET_INPUT = 90,
     GET_OUTPUT = 91,
     RELEASE_STATUS = 93,
-    RELEASE_SHAPE = 99,
     PARALLEL_FOR = 274,
+    GET_SHAPE = 414,
 };
 
 inline void* const* api = nullptr;
@@ -89,8 +86,20 @@ struct Operator {
 
 constexpr int FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7;
 
+// A shape that ONNX Runtime holds.
+struct Shape {
+    const int64_t* dims = nullptr;
+    size_t count = 0;
+
+    size_t size() const { return count; }
+    int64_t operator[](size_t i) const { return dims[i]; }
+    bool is(std::initializer_list<int64_t> other) const {
+        return std::equal(dims, dims + count, other.begin(), other.end());
+    }
+};
+
 struct Tensor {
-    std::vector<int64_t> shape;
+    Shape shape;
     void* data = nullptr;
 
     int64_t leading() const {  // the product of all dimensions but the last
@@ -98,21 +107,14 @@ struct Tensor {
         for (size_t i = 0; i + 1 < shape.size(); ++i) n *= shape[i];
         return n;
     }
-    int64_t last() const { return shape.empty() ? 1 : shape.back(); }
+    int64_t last() const { return shape.size() ? shape[shape.size() - 1] : 1; }
 };
 
 inline OrtStatus* read(const OrtKernelContext* context, size_t index, Tensor& tensor) {
     const OrtValue* value = nullptr;
     if (OrtStatus* status = call(GET_INPUT, context, index, &value)) return status;
-    OrtShape* shape = nullptr;
-    if (OrtStatus* status = call(GET_SHAPE, value, &shape)) return status;
-    std::unique_ptr<OrtShape, void (*)(OrtShape*)> owner(shape, [](OrtShape* s) { release(RELEASE_SHAPE, s); });
-    size_t count = 0;
-    if (OrtStatus* status = call(GET_DIMENSIONS_COUNT, static_cast<const OrtShape*>(shape), &count)) return status;
-    tensor.shape.resize(count);
-    if (OrtStatus* status = call(GET_DIMENSIONS, static_cast<const OrtShape*>(shape), tensor.shape.data(), count)) {
-        return status;
-    }
+    int type = 0;
+    if (OrtStatus* status = call(GET_SHAPE, value, &type, &tensor.shape.dims, &tensor.shape.count)) return status;
     return call(GET_DATA, const_cast<OrtValue*>(value), &tensor.data);
 }
 
@@ -157,7 +159,7 @@ inline OrtStatus* read(const OrtKernelInfo* info, std::initializer_list<Attribut
 template <class Kernel>
 const Operator* record() {
     static Operator op{};
-    op.version = API_VERSION;
+    op.version = 17;  // that of the record
     op.get_name = [](const Operator*) { return Kernel::NAME; };
     op.get_provider = [](const Operator*) -> const char* { return nullptr; };  // the CPU's
     op.input_type = [](const Operator*, size_t i) { return Kernel::TYPES[i]; };

@@ -307,17 +307,31 @@ struct Task {
     const AttentionPass& pass;
     const Placed& slot;
     const Head<E> head;
-    std::vector<Row> row;
-    std::vector<typename E::Factor> query;  // [rows, steps]
-    std::vector<float> o;                   // [rows, padded]
-    std::vector<State> state;
+    struct Memory {
+        std::vector<Row> row;
+        std::vector<typename E::Factor> query;  // [rows, steps]
+        std::vector<float> o;                   // [rows, padded]
+        std::vector<State> state;
+        std::vector<float> x;  // [D]
+    };
+    // Its thread's: a pass has hundreds of tasks, and an allocator that is asked for all of it takes a twentieth.
+    static Memory& memory() {
+        thread_local Memory kept;
+        return kept;
+    }
+    std::vector<Row>& row = memory().row;
+    std::vector<typename E::Factor>& query = memory().query;
+    std::vector<float>& o = memory().o;
+    std::vector<State>& state = memory().state;
 
     // Queries from … to − 1 of a slot, with the query heads of a key head.
     Task(const AttentionPass& p, const Placed& s, int64_t kv_head, int64_t from, int64_t to)
         : pass(p), slot(s), head(p.cache, p.storage + s.slot * p.slot_stride, kv_head) {
         const int64_t group = p.heads / p.cache.kv_heads, size = p.cache.head_dim, base = s.past + s.contexts;
         const float scale = 1.0f / std::sqrt(static_cast<float>(size));
-        std::vector<float> x(static_cast<size_t>(size));
+        std::vector<float>& x = memory().x;
+        x.resize(size);
+        row.clear();
         query.resize((to - from) * group * head.steps);
         for (int64_t t = from; t < to; ++t) {
             const int64_t node = s.done + t, position = s.position(node);
@@ -476,6 +490,7 @@ void attend_stored(const AttentionPass& p, const Parallel& parallel) {
     for (int64_t n = 0; n < p.count; ++n) contexts += p.slots[n].contexts;
     int64_t context = 0;
     std::vector<Piece> pieces;
+    pieces.reserve(p.count * p.cache.kv_heads);
     const int64_t tokens = std::max<int64_t>(1, 96 / group);
     for (int64_t n = 0; n < p.count; ++n) {
         Placed& s = slots[n];
@@ -504,8 +519,10 @@ void attend_stored(const AttentionPass& p, const Parallel& parallel) {
         const Placed& s = slots[i / p.cache.kv_heads];
         const auto h = static_cast<int64_t>(i % p.cache.kv_heads);
         const Head<E> head(p.cache, p.storage + s.slot * p.slot_stride, h);
-        std::vector<float> x(static_cast<size_t>(size));
-        std::vector<typename E::Word> packed(head.steps);
+        thread_local std::vector<float> x;
+        thread_local std::vector<typename E::Word> packed;
+        x.resize(size);
+        packed.resize(head.steps);
         const auto put = [&](int64_t from, int64_t row, int64_t position) {
             const int64_t at = (from * p.cache.kv_heads + h) * size;
             rotate(p, p.key + at, position, x.data());

@@ -52,7 +52,7 @@ std::string misfit(const Kernel& k, const Tensor* in) {
         return "projections and weights do not fit the heads";
     }
     const int64_t rows = in[PROJECTED].leading();
-    const std::vector<int64_t>&states = in[STATES].shape, &moves = in[MOVES].shape;
+    const Shape states = in[STATES].shape, moves = in[MOVES].shape;
     if (states.size() != 3 || k.layer >= states[0] || states[2] != s.state_values() || moves.size() != 3 ||
         k.layer >= moves[0] || moves[1] < rows || moves[2] != s.moved_values()) {
         return "states or moves have another shape than the graph's";

@@ -229,24 +229,32 @@ struct Product {
 
 void multiply(const ProductPass& p, const Parallel& parallel) {
     const int64_t padded = p.steps() * STEP, panels = p.panels();
-    std::vector<Value> values(p.rows * padded);
-    std::vector<Rounded> rounded(p.rows);
-    std::vector<float> more(p.rows * p.fine);
+    struct Memory {
+        std::vector<Value> values;
+        std::vector<Rounded> rounded;
+        std::vector<float> more;
+    };
+    thread_local Memory kept;
+    Memory& memory = kept;  // of this thread in the tasks of all
+    memory.values.resize(p.rows * padded);
+    memory.rounded.resize(p.rows);
+    memory.more.resize(p.rows * p.fine);
     const auto round = [&](size_t row) {
         const float* x = p.x + row * p.inputs * (p.gated() ? 2 : 1);
-        std::vector<float> gated(p.gated() ? p.inputs : 0);
         if (p.gated()) {
+            thread_local std::vector<float> gated;
+            gated.resize(p.inputs);
             gate(p, x, gated.data());
             x = gated.data();
         }
-        rounded[row] = round_row(x, p.inputs, values.data() + row * padded, padded);
+        memory.rounded[row] = round_row(x, p.inputs, memory.values.data() + row * padded, padded);
     };
     if (p.rows > 1 && p.rows * p.inputs * (p.gated() ? 8 : 1) > 32768) {
         parallel(p.rows, round);
     } else {
         for (int64_t row = 0; row < p.rows; ++row) round(row);
     }
-    const Product product{p, values.data(), rounded.data(), more.data()};
+    const Product product{p, memory.values.data(), memory.rounded.data(), memory.more.data()};
     // Where the rows fit the first cache they stay there, else the weights of a unit in the second.
     const int64_t unit = TOGETHER * (p.rows * padded < 20000 ? 1 : std::clamp<int64_t>(panels / 48, 1, 8));
     parallel((panels + unit - 1) / unit, [&](size_t i) {
@@ -255,7 +263,7 @@ void multiply(const ProductPass& p, const Parallel& parallel) {
     });
     for (int64_t row = 0; row < p.rows && p.fine; ++row) {
         float* out = p.out + (row + 1) * p.outputs - p.fine;
-        for (int64_t i = 0; i < p.fine; ++i) out[i] += more[row * p.fine + i];
+        for (int64_t i = 0; i < p.fine; ++i) out[i] += memory.more[row * p.fine + i];
     }
 }
 

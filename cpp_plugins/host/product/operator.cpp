@@ -37,13 +37,13 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
                           static_cast<const uint8_t*>(in[WEIGHT].data),
                           static_cast<const float*>(in[SCALE].data),
                           nullptr};
-    const std::vector<int64_t> weight{pass.panels(), pass.steps(), cpu::PANEL, cpu::STEP};
     constexpr int64_t MOST = 65536;  // inputs, so that sums fit 32 bits
     if (in[X].last() != pass.inputs * (parts ? 2 : 1) || pass.inputs < 1 || pass.inputs > MOST ||
-        (parts && pass.inputs % parts) || pass.outputs < std::max<int64_t>(fine, 1) || in[WEIGHT].shape != weight) {
+        (parts && pass.inputs % parts) || pass.outputs < std::max<int64_t>(fine, 1) ||
+        !in[WEIGHT].shape.is({pass.panels(), pass.steps(), cpu::PANEL, cpu::STEP})) {
         return failed("DDTreeProduct: rows, weight and scales do not fit the sizes");
     }
-    std::vector<int64_t> shape = in[X].shape;
+    std::vector<int64_t> shape(in[X].shape.dims, in[X].shape.dims + in[X].shape.count);
     shape.back() = pass.outputs;
     if (OrtStatus* status = output(context, shape, &pass.out)) return status;
     cpu::multiply(pass, parallel_in(context));
