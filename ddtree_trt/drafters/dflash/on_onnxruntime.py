@@ -1,6 +1,5 @@
 """The DFlash drafter of the ONNX Runtime engine."""
 
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,38 @@ from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork, SlotRows
 from ddtree_trt.runtime.tree import Bilinear, Marginals
 
 
+class _Waiting:
+    """A slot's states that the drafter's cache does not hold yet: rows in memory of their own that is kept, since what
+    is allocated in every round and lives on makes all of a pass's allocations slower."""
+
+    def __init__(self, width: int) -> None:
+        self._own = self._memory = np.empty((64, width), np.float32)
+        self._first = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def append(self, states: NDArray[np.float32]) -> None:
+        end, memory = self._end + len(states), self._memory
+        if end > len(memory):
+            rows, end = len(self), end - self._first
+            if 2 * end > len(memory):
+                self._memory = np.empty((2 * end, memory.shape[1]), np.float32)
+            self._memory[:rows] = memory[self._first : self._end]
+            self._first, self._end = 0, rows
+        self._memory[self._end : end] = states
+        self._end = end
+
+    def forget(self, *, first: int = 0, last: int = 0) -> None:
+        self._first, self._end = self._first + first, self._end - last
+
+    def take(self) -> NDArray[np.float32]:
+        """All of them, as a view that is valid until the next `append`."""
+        states = self._memory[self._first : self._end]
+        self._memory, self._first, self._end = self._own, 0, 0  # what a long prompt took is given back
+        return states
+
+
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token, or
     where all layers have windows of those that they reach: the cache's rows before them are never written."""
@@ -25,17 +56,15 @@ class BlockDrafter(Drafter):
     def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
         """`chunk`: most states of one pass."""
         self._network, self._dims, self._chunk = network, dims, chunk
-        # Pieces [·, M·H] of a slot's states that the cache does not hold yet, and their rows together.
-        self._held = [deque[NDArray[np.float32]]() for _ in range(network.cache.slots)]
-        self._rows = [0] * network.cache.slots
+        self._waiting = [_Waiting(dims.taps_width) for _ in range(network.cache.slots)]
         self._first = [0] * network.cache.slots  # of the rows, cached or not, from which on none was left out
         self._reach = max(dims.windows, default=0) * all(dims.windows)  # positions that a block sees; 0: all
 
     def context_length(self, slot: int) -> int:
-        return self._network.cache.lengths[slot] + self._rows[slot]
+        return self._network.cache.lengths[slot] + len(self._waiting[slot])
 
     def unseen(self, slot: int) -> int:
-        return self._rows[slot]
+        return len(self._waiting[slot])
 
     def draftable(self, slot: int, length: int) -> int:
         known = super().draftable(slot, length)
@@ -44,37 +73,27 @@ class BlockDrafter(Drafter):
 
     def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
-        held = self._held[slot]
-        held.append(states.copy())
-        self._rows[slot] += len(states)
-        if self._reach and (unreached := self._rows[slot] - self._reach) > 0:
+        waiting = self._waiting[slot]
+        waiting.append(states)
+        if self._reach and (unreached := len(waiting) - self._reach) > 0:
+            waiting.forget(first=unreached)
             self._network.cache.append(slot, unreached)
-            self._rows[slot], self._first[slot] = self._reach, self._network.cache.lengths[slot]
-            while unreached >= len(held[0]):
-                unreached -= len(held.popleft())
-            held[0] = held[0][unreached:]
+            self._first[slot] = self._network.cache.lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
-        cache, held = self._network.cache, self._held[slot]
+        cache, waiting = self._network.cache, self._waiting[slot]
         context = min(cache.lengths[slot], length)
         cache.truncate(slot, context)
-        over = max(0, self._rows[slot] - (length - context))
-        self._rows[slot], self._first[slot] = self._rows[slot] - over, min(self._first[slot], length)
-        while held and over >= len(held[-1]):
-            over -= len(held.pop())
-        if over:
-            held[-1] = held[-1][:-over]
+        waiting.forget(last=max(0, len(waiting) - (length - context)))
+        self._first[slot] = min(self._first[slot], length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One pass for all slots, behind passes of long contexts that only extend their caches."""
         pieces = []
         for request in requests:
-            slot, held = request.slot, self._held[request.slot]
-            if not self._rows[slot]:
-                raise EngineError(f"slot {slot} has no new target states to draft from")
-            states = held[0] if len(held) == 1 else np.concatenate(held)
-            held.clear()
-            self._rows[slot] = 0
+            states = self._waiting[request.slot].take()
+            if not len(states):
+                raise EngineError(f"slot {request.slot} has no new target states to draft from")
             last = (len(states) - 1) // self._chunk * self._chunk
             for start in range(0, last, self._chunk):  # the next pass overwrites their blocks
                 self._pass([request], [states[start : start + self._chunk]])

@@ -231,7 +231,7 @@ def test_rounds(name: str, build: str, tmp_path: Path) -> None:
     pair.prefill(9)
     pair.back_to(12)
     pair.draft()
-    pair.commit(*[11] * 8)  # more than wait for a draft
+    pair.commit(*[11] * 30)  # more than wait for a draft
     pair.draft()
 
 

@@ -17,7 +17,7 @@ STEP = 64  # tokens of context over which costs are taken as constant, and round
 LATEST = 1 / 16  # least weight of the latest observation in a mean
 KNOWN = 4  # observations that weigh as much as what was known before, or in an earlier process; drafts that tell others
 OUTLIER = 2.0  # most times as much as expected that is believed, so that a streak of luck has a bounded effect
-ROW = 8  # rounds without drafts made in a row, of which the later half tells, then each last: the first take longer
+ROW = 8  # rounds without drafts made in a row, of which the later half tells, then one in STEP: the first take longer
 
 Floats = NDArray[np.float64]
 
@@ -78,7 +78,7 @@ class Costs:
         """Take a round's seconds, if it tells: of the draft (each pass) for `drafting` slots, the rest with `nodes`."""
         widest = max(nodes)
         behind, self._row = self._row, 0 if widest or drafting else self._row + 1
-        if widest >= len(self._tokens) or (self._row % ROW and not ROW / 2 < self._row < ROW):
+        if widest >= len(self._tokens) or (self._row % STEP and not ROW / 2 < self._row <= ROW):
             return
         if self._row == 0:
             self.due -= 1

@@ -273,6 +273,7 @@ class RoundPlan:
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if self._autos:
-            late = [i for i in self._drafting if self._inputs[i].unseen > STEP]
-            drafts = 0 if self._mixed or late else len(self._drafting)  # only what they take as a rule
-            self._shared.costs.learn(self._past + self._made, drafts, nodes, draft_s / self._passes, rest_s)
+            drafts = [] if self._mixed else self._drafting
+            if drafts and max([self._inputs[i].unseen for i in drafts]) > STEP:
+                drafts = []  # not what they take as a rule
+            self._shared.costs.learn(self._past + self._made, len(drafts), nodes, draft_s / self._passes, rest_s)
