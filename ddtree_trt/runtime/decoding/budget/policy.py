@@ -61,7 +61,7 @@ class AutoBudget:
     def __init__(self, shared: AutoBudgets) -> None:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
-        self.loss, self.last = 0.0, 0  # in single-token passes; round of its latest draft
+        self.loss, self.last, self.gap = 0.0, 0, 0  # in single-token passes; round of its latest draft; to a probe
         self._drafts, self._promised, self._kept = 0, 1.0, 1.0  # and the tokens that they were expected to add, and did
         # How often walks accept a child at each depth they come to, [2, D]: observed, and predicted by the drafter.
         # Their ratios r_d are shrunk towards r_{d−1}: a node's probability is about q̂ = exp(log_weight) · r_1 ⋯ r_d.
@@ -91,14 +91,13 @@ class AutoBudget:
         self.last, shared.purse = shared.rounds, shared.purse + PROBES * added
         self._promised, self._kept = self._promised + decision.expected_tokens - 1, self._kept + added
         lost = decision.expected_s / decision.single_token_s - len(path)
+        shared.purse -= lost * decision.probe
         if not decision.probe:
             self.loss = max(self.loss + lost, -LOSS)
+        elif lost < 0:  # drafting pays again
+            self.loss, self.gap = min(self.loss, 0.0), 0
         else:
-            shared.purse -= lost
-            if lost < 0:  # drafting pays again
-                self.loss = min(self.loss, 0.0)
-            else:
-                self.weighed = 0
+            self.weighed, self.gap = 0, self.gap + 1
         if self._drafts <= KNOWN:  # tells what a new request is to expect
             own = self.recent if shared.proposes == "block" else self.expected(shared.max_depth)
             shared.expected += LATEST * (min(OUTLIER, self._kept / self._promised) * own - shared.expected)
@@ -194,8 +193,10 @@ class RoundPlan:
 
     def _probing(self, able: list[int]) -> list[int]:
         """The slots that waited longest for a draft, as few as could gain, if the purse affords it; else all rest."""
-        shared, self._rest = self._shared, float(STEP)
-        able.sort(key=lambda i: self._autos[i].last)
+        shared, last = self._shared, {i: self._autos[i].last for i in able}
+        waits = {i: last[i] + self._autos[i].gap - shared.rounds for i in able}
+        self._rest = float(min([STEP, *[wait for wait in waits.values() if wait > 0]]))
+        able = sorted([i for i in able if waits[i] <= 0], key=last.__getitem__)
         for count in [1 << n for n in range(len(able).bit_length())]:
             _, least, least_s = self._prices(count)
             slots = [i for i in able if least and least_s <= self._repays[i]]
@@ -273,7 +274,6 @@ class RoundPlan:
     def took(self, draft_s: float, rest_s: float, nodes: Sequence[int]) -> None:
         """Learn from the round's seconds: of the draft, and of the rest, whose trees had so many nodes each."""
         if self._autos:
-            drafts = [] if self._mixed else self._drafting
-            if drafts and max([self._inputs[i].unseen for i in drafts]) > STEP:
-                drafts = []  # not what they take as a rule
-            self._shared.costs.learn(self._past + self._made, len(drafts), nodes, draft_s / self._passes, rest_s)
+            telling = not self._mixed and max([self._inputs[i].unseen for i in self._drafting], default=0) <= STEP
+            drafts = len(self._drafting) * telling  # only what they take as a rule
+            self._shared.costs.learn(self._past + self._made, drafts, nodes, draft_s / self._passes, rest_s)
