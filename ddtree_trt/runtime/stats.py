@@ -63,12 +63,14 @@ class AutomaticRounds:
     single_token_s: float = 0.0  # what as many rounds without a draft take
 
     def add(self, decision: Decision, tokens: int) -> None:
-        self.drafted += 1
-        self.probes += decision.probe
-        self.expected_tokens += decision.expected_tokens
-        self.committed_tokens += tokens
-        self.expected_s += decision.expected_s
-        self.single_token_s += decision.single_token_s
+        self.rounds += 1
+        if decision.drafted:
+            self.drafted += 1
+            self.probes += decision.probe
+            self.expected_tokens += decision.expected_tokens
+            self.committed_tokens += tokens
+            self.expected_s += decision.expected_s
+            self.single_token_s += decision.single_token_s
 
 
 def _span(start: str, end: str, meaning: str) -> property:
@@ -109,9 +111,7 @@ class RequestMetrics:
     def add_round(self, tokens: int, nodes: int, decision: Decision | None = None) -> None:
         """Count a round that committed `tokens` and verified `nodes`; `decision` where the budget was chosen."""
         if decision is not None:
-            self.automatic.rounds += 1
-            if decision.drafted:
-                self.automatic.add(decision, tokens)
+            self.automatic.add(decision, tokens)
         end, before = self.last_token_s or 0.0, self.round_end_s or self.first_token_s or 0.0
         self._history.append((tokens, nodes, end - before))
         self.round_end_s = end
