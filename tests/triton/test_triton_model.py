@@ -118,7 +118,7 @@ def test_text_and_figures_equal_the_runtimes(
 def test_metrics_add_up(instance: Instance) -> None:
     wait_for(lambda: not instance.metrics["vllm:num_requests_running"])
     before = dict(instance.metrics)
-    responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True)).responses())
+    responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True, tree_budget=8)).responses())
     eventually(instance, length=before["length"] + 1, **{"vllm:num_requests_running": 0})
     grown, last = {name: value - before[name] for name, value in instance.metrics.items()}, responses[-1].arrays
     assert grown["vllm:generation_tokens_total"] == 50
