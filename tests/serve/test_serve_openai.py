@@ -140,10 +140,8 @@ def test_completions_echo_with_logprobs_over_several_prompts(client: openai.Open
             want = [None if t is None else t.logprob for t in [*expected.prompt_logprobs, *output.logprobs]]
             assert figures["token_logprobs"][0] is None and figures["top_logprobs"][0] is None
             assert figures["token_logprobs"][1:] == pytest.approx(want[1:], abs=1e-3)
-            columns = zip(
-                *(figures[n] for n in ("tokens", "top_logprobs", "token_logprobs", "text_offset")), strict=True
-            )
-            for token, top, own, offset in columns:
+            names = "tokens", "top_logprobs", "token_logprobs", "text_offset"
+            for token, top, own, offset in zip(*(figures[name] for name in names), strict=True):
                 assert top is None or (2 <= len(top) <= 3 and top[token] == pytest.approx(own))
                 assert token.startswith("bytes:") or text[offset:].startswith(token) or token.startswith("<|")
 
@@ -164,6 +162,19 @@ def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> N
     assert [offsets.next(token) - 7 for token in ids] == [0, 5, 11, 11, 12, 12, 13]
     raw = [texts.of(token)[1] for token in ids]
     assert b"".join(map(bytes, raw)).decode() == " hello there<tool>!é there"  # type: ignore[arg-type]
+    half = TextOffsets(codec, skip_special_tokens=True, start=5, behind=ids[:1])
+    assert [half.next(token) for token in ids[1:]] == [5, 11, 11, 12, 12, 13]
+
+
+def test_a_completion_begins_with_the_space_in_front_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference(llm, messages(QUESTIONS[0]), max_tokens=40)
+    ids = whole.prompt_token_ids + whole.outputs[0].token_ids
+    cut = next(n for n in range(len(whole.prompt_token_ids) + 1, len(ids)) if llm.codec.decode(ids[n:])[0] == " ")
+    steps = [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+    monkeypatch.setattr(llm.codec.tokenizer.backend_tokenizer, "decoder", decoders.Sequence(steps))
+    rest = reference(llm, ids[:cut], max_tokens=len(ids) - cut).outputs[0]
+    assert rest.token_ids == ids[cut:] and llm.codec.decode(ids[cut:])[0] != " "
+    assert llm.codec.decode(ids[:cut]) + rest.text == llm.codec.decode(ids)
 
 
 def test_the_prefix_cache_shows_in_the_usage(client: openai.OpenAI) -> None:

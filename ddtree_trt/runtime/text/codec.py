@@ -191,7 +191,9 @@ class TextStream:
         skip_special_tokens: bool = True,
         keep_special_tokens: Set[int] = frozenset(),
         keep_stop: bool = False,
+        behind: Sequence[int] = (),
     ) -> None:
+        """`behind`: the tokens in front: at a text's beginning, decoders may leave out a space."""
         self._codec = codec
         self._skip_special_tokens = skip_special_tokens
         self._keep_special_tokens = keep_special_tokens
@@ -201,7 +203,10 @@ class TextStream:
         # A token's text may depend on the token before it, so a window of the latest tokens is decoded each time.
         self._window = 0  # index of the window's first token
         self._boundary = 0  # latest token index before which no character is incomplete
-        self._taken = 0  # characters of the window's text that are in `text`
+        self._behind = list(behind[-self._LONGEST_WINDOW :])  # are of the window while it begins with the first token
+        if self._decode(0).endswith(INCOMPLETE):
+            self._behind = []
+        self._taken = len(self._decode(0))  # characters of the window's text that are in `text`, or in front of it
         self.text = ""
         self._starts: list[int] = []  # with stop strings: in which character each token begins at the latest
 
@@ -235,9 +240,8 @@ class TextStream:
         return added
 
     def _decode(self, start: int) -> str:
-        return self._codec.decode(
-            self.tokens[start:], skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens
-        )
+        tokens = self.tokens[start:] if start else self._behind + self.tokens
+        return self._codec.decode(tokens, skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens)
 
     def _advance(self) -> None:
         """Move the boundary behind the latest token, a long window's start to the one before."""

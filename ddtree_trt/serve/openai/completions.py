@@ -81,7 +81,8 @@ class _Choices:
                 tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
                 places += map(TextOffsets(codec, skip_special_tokens=skip).next, part.prompt_token_ids)
                 echo = part.prompt or codec.decode(part.prompt_token_ids, skip_special_tokens=skip)
-            self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo))
+            behind = part.prompt_token_ids
+            self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo), behind=behind)
         tokens += zip(output.token_ids, output.logprobs, strict=True)
         places += map(self._offsets[index].next, output.token_ids)
         return {

@@ -1,6 +1,7 @@
 """Texts and bytes of single tokens for clients, also of tokens that hold a part of a character."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -48,10 +49,12 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Offsets, in characters, at which the tokens begin of a text that itself begins at `start`."""
+    """Offsets, in characters, at which the tokens begin of a text that itself begins at `start`, `behind` others."""
 
-    def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, start: int = 0) -> None:
-        self._stream = TextStream(codec, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self, codec: TextCodec, *, skip_special_tokens: bool, start: int = 0, behind: Sequence[int] = ()
+    ) -> None:
+        self._stream = TextStream(codec, skip_special_tokens=skip_special_tokens, behind=behind)
         self._start = start
 
     def next(self, token: int) -> int:

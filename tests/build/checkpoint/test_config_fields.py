@@ -204,10 +204,7 @@ OTHER_SECTIONS: list[tuple[dict[str, Any], str]] = [
     [
         *((QWEN3_8B, *case) for case in OTHER_TARGETS),
         *((DFLASH, *case) for case in OTHER_DRAFTERS),
-        *(
-            (DFLASH, {"dflash_config": {**DFLASH["dflash_config"], **changes}}, message)
-            for changes, message in OTHER_SECTIONS
-        ),
+        *((DFLASH, {"dflash_config": {**DFLASH["dflash_config"], **changes}}, m) for changes, m in OTHER_SECTIONS),
     ],
 )
 def test_what_is_refused(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], message: str) -> None:

@@ -40,6 +40,8 @@ from workbench.judge import MACHINES, PAST, Machine, play
 PROFILES = {"cpu": (CPU, False), "slow-cpu": (SLOW_CPU, False), "gpu": (GPU, False)}
 PROFILES |= {name: (profile, True) for name, profile in CHAINS.items()}
 MANY = Profile("", PassTimes(1, 64, 0.2, ((1, 1.0), (65, 2.28))), None, PassTimes(8, 64, 0.4, ((1, 1.1), (65, 11.0))))
+COSTLY = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
+ONE_FOR_ALL = Profile("", GPU.near, None, PassTimes(4, 64, 0.22, GPU.near.verify))
 
 LEARN = Costs.learn  # before the fixture of all tests has rounds correct nothing
 
@@ -66,6 +68,7 @@ class Quality:
 GOOD = Quality(1.0)
 LIAR = Quality(0.0)  # sure of itself and always wrong
 UNSURE = Quality(0.3, sharp=1.0)  # knows nothing, and knows it
+POOR = st.tuples(st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.005, 0.1, 1.0]), st.integers(1, 150))
 
 
 def text(quality: Quality, tokens: int, seed: int = 0) -> Text:
@@ -140,12 +143,7 @@ def test_what_a_drafter_that_is_never_right_costs(name: str, quality: Quality, t
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.005, 0.1, 1.0]), st.integers(1, 150)),
-        max_size=12,
-    )
-)
+@given(st.lists(POOR, max_size=12))
 def test_no_request_ends_the_drafting_of_another(history: list[tuple[float, float, int]]) -> None:
     """At given costs good requests draft as on a fresh engine behind up to five poor ones, and soon behind more."""
     good = [text(GOOD, 64, seed) for seed in range(20)]
@@ -250,16 +248,14 @@ def test_the_first_draft_behind_others_tells_only_what_it_takes_at_most(load: fl
 
 @pytest.mark.parametrize(("left", "unseen", "drafts"), [(10, 1000, False), (10, 40, True), (100, 1000, True)])
 def test_a_draft_must_repay_what_its_drafter_has_still_to_take_in(left: int, unseen: int, drafts: bool) -> None:
-    costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
-    plan = RoundPlan.of([AutoBudget(shared_budgets(costly))], [SlotInput(1000, left, unseen=unseen)])
+    plan = RoundPlan.of([AutoBudget(shared_budgets(COSTLY))], [SlotInput(1000, left, unseen=unseen)])
     assert (plan.ceilings()[0] > 0) == drafts, "a thousand tokens cost ten passes"
 
 
 def test_what_a_probe_takes_in_lets_the_next_one_wait_and_is_not_held_against_its_drafts() -> None:
-    costly = replace(CPU, far=PassTimes(1, 512, CPU.near.draft_s, CPU.near.verify, CPU.near.verify[0][1] / 100))
     decisions = []
     for unseen in (0, 300):
-        budget = AutoBudget(shared := shared_budgets(costly))
+        budget = AutoBudget(shared := shared_budgets(COSTLY))
         budget.loss, shared.purse = LOSS, PURSE
         plan = RoundPlan.of([budget], [SlotInput(1000, 500, unseen=unseen)])
         plan.choose([random_tree(np.random.default_rng(0), n) for n in plan.ceilings()])
@@ -556,6 +552,3 @@ def test_the_loop_is_lossless_and_times_its_rounds(monkeypatch: pytest.MonkeyPat
             assert shared.costs.draft_s(0, 3) == pytest.approx(0.44, rel=0.1)
             assert shared.costs.verify_s(0, 3)[8] == pytest.approx(2.064, rel=0.1)
     assert outputs[True] == outputs[False]
-
-
-ONE_FOR_ALL = Profile("", GPU.near, None, PassTimes(4, 64, 0.22, GPU.near.verify))
