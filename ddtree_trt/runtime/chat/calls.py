@@ -20,9 +20,9 @@ _CUT = 12  # characters that an escape or a word of JSON has at most
 _OPENING = re.compile(rf"(?:{TOOL_CALL}\s*)?{_FUNCTION}")
 _HEAD = re.compile(rf"(?:{TOOL_CALL}[ \t\r\n]*)?{_FUNCTION}([^<>\n]+)>[ \t\r\n]*(?={_PARAMETER}|{_END_OF_FUNCTION})")
 # A value ends at the next parameter too, and at the function's end: models leave its own end out at times.
-_VALUE = re.compile(
-    rf"{_PARAMETER}([^<>\n]+)>\n?(.*?)\n?(?:{END_OF_PARAMETER}[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL
-)
+_NAME = re.compile(rf"{_PARAMETER}([^<>\n]+)>\n?")
+_VALUE = re.compile(rf"(.*?)\n?(?:{END_OF_PARAMETER}[ \t\r\n]*|(?={_PARAMETER})|\Z)", re.DOTALL)
+_BEHIND_JSON = re.compile(rf"[ \t\r\n]*(?:{END_OF_PARAMETER}[ \t\r\n]*|(?={_PARAMETER}|{_END_OF_FUNCTION}))")
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
@@ -102,14 +102,7 @@ def _json_call(text: str, start: int, ended: bool) -> tuple[str, str, int]:
     """Name, arguments as they are written, and end of a call that is an object; its other fields are none of its."""
     if not text.startswith("{", start):
         raise Malformed
-    try:
-        _, end = _DECODER.raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        if not ended and (error.msg.startswith("Unterminated string") or error.pos > len(text) - _CUT):
-            raise Incomplete from None
-        raise Malformed from None
-    except (ValueError, RecursionError):
-        raise Malformed from None
+    end = _behind_json(text, start, ended)
     fields: dict[str, Any] = {}
     at = start + 1
     while key := _KEY.match(text, at, end):
@@ -121,6 +114,18 @@ def _json_call(text: str, start: int, ended: bool) -> tuple[str, str, int]:
     if not isinstance(name, str) or not name or not isinstance(value, dict) or re.search("[\ud800-\udfff]", name):
         raise Malformed
     return name, arguments, end
+
+
+def _behind_json(text: str, start: int, ended: bool) -> int:
+    """The place behind a value in JSON. Raises Malformed, Incomplete."""
+    try:
+        return _DECODER.raw_decode(text, start)[1]
+    except json.JSONDecodeError as error:
+        if not ended and (error.msg.startswith("Unterminated string") or error.pos > len(text) - _CUT):
+            raise Incomplete from None
+        raise Malformed from None
+    except (ValueError, RecursionError):
+        raise Malformed from None
 
 
 def _behind_tag(text: str, at: int, ended: bool) -> int:
@@ -139,7 +144,7 @@ class XmlCalls:
     """`<tool_call><function=NAME><parameter=NAME>VALUE</parameter>…</function></tool_call>`, any number of them.
 
     Values are texts; `parameters` of a tool, a JSON schema, says which of them are numbers, lists and so on. A value
-    that is not of its type stays a text.
+    that is not of its type stays a text, which ends at the first tag; strings in lists and objects may have some.
     """
 
     marks: Mapping[str, str] = {TOOL_CALL: END_OF_CALL, _FUNCTION: _END_OF_FUNCTION}
@@ -150,23 +155,39 @@ class XmlCalls:
         self._parameters = parameters
 
     def calls(self, text: str, mark: str, *, ended: bool) -> Calls:
-        if (end := text.find(_END_OF_FUNCTION)) < 0:
-            raise Malformed(len(text)) if ended else Incomplete
+        end = self._end(text, 0, ended)
         if not (head := _HEAD.match(text)):
             raise Malformed
         function, at, written = head[1], head.end(), []
-        for each in _VALUE.finditer(text, at, end):
-            if each.start() != at:
-                break
-            at = each.end()
-            value = as_json(each[2], parameter_types(self._parameters.get(function), each[1]))
-            written.append(f"{json.dumps(each[1], ensure_ascii=False)}: {value}")
+        while name := _NAME.match(text, at, end):
+            kinds = parameter_types(self._parameters.get(function), name[1])
+            value, at = self._value(text, name.end(), end, kinds, ended)
+            written.append(f"{json.dumps(name[1], ensure_ascii=False)}: {as_json(value, kinds)}")
+            end = self._end(text, at, ended)
         if at != end:
             # Those before it would come to the same place: only the last opening may still be that of a call.
             last = [each.start() for each in _OPENING.finditer(text, at, end)]
             raise Malformed(last[-1] if last else end)
         at = end + len(_END_OF_FUNCTION)
         return [(function, f"{{{', '.join(written)}}}")], _behind_tag(text, at, ended) if mark == TOOL_CALL else at
+
+    def _end(self, text: str, start: int, ended: bool) -> int:
+        if (end := text.find(_END_OF_FUNCTION, start)) < 0:
+            raise Malformed(len(text)) if ended else Incomplete
+        return end
+
+    def _value(self, text: str, start: int, end: int, kinds: set[str], ended: bool) -> tuple[str, int]:
+        """A parameter's value and the place behind its end, in a call that ends at `end` if the value is a text."""
+        if text[start] in "[{" and (not kinds or kinds & {"object", "array"}):
+            try:
+                behind = _behind_json(text, start, ended)
+            except Malformed:
+                behind = start
+            if whole := _BEHIND_JSON.match(text, behind):
+                return text[start:behind], whole.end()
+        value = _VALUE.match(text, start, end)
+        assert value is not None, "anything is a value up to the end"
+        return value[1], value.end()
 
 
 ToolFormat = TaggedJson | BareJson | XmlCalls

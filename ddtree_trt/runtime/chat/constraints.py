@@ -51,7 +51,7 @@ def constraint(
     more = f"({literal(between + opening, special)} call)*" if use.parallel else ""
     rules = [f"start: {first} call {more}", "call: " + " | ".join(f"call{i}" for i in range(len(use.tools)))]
     for i, (tool, schema) in enumerate(_schemas(use)):
-        head, body, end = _call(parser, tool, {**_ONE_LINE, **schema})
+        head, body, end = _call(parser, tool, schema)
         rules.append(f"call{i}: {literal(head, special)} {body} {literal(end, special)}")
     if parser == "qwen3_coder":
         ends = "|".join(ENDS_OF_TEXT).replace("/", r"\/")
@@ -61,13 +61,13 @@ def constraint(
 
 def _call(parser: ToolParser, tool: Tool, schema: Mapping[str, Any]) -> tuple[str, str, str]:
     """A call behind its opening: a text, an expression of its arguments, and a text."""
-    name, arguments = json.dumps(tool.name), f"%json {json.dumps(schema)}"
+    name, arguments = json.dumps(tool.name), f"%json {json.dumps({**_ONE_LINE, **_objects(schema)})}"
     if parser == "hermes":
         return f'\n{{"name": {name}, "arguments": ', arguments, f"}}\n{END_OF_CALL}"
     if parser == "llama3_json":
         return f' {name}, "parameters": ', arguments, "}"
     try:
-        return f"\n<function={tool.name}>\n", _xml_parameters(schema), f"</function>\n{END_OF_CALL}"
+        return f"\n<function={tool.name}>\n", _xml_parameters({**_ONE_LINE, **schema}), f"</function>\n{END_OF_CALL}"
     except _NotHeld as fault:
         raise UsageError(
             f"tools: calls of {tool.name}, as this model writes them, cannot be held to their schema because of "
@@ -87,11 +87,19 @@ def _schemas(use: ToolUse) -> list[tuple[Tool, Mapping[str, Any]]]:
     return [(t, t.parameters if t.parameters and (t.strict or must) else _ANY_OBJECT) for t in use.tools]
 
 
+def _objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of the objects that satisfy a schema."""
+    kinds = schema.get("type")
+    if kinds is None or (isinstance(kinds, list) and "object" in kinds):
+        return {**schema, **_ANY_OBJECT}
+    return schema if kinds == "object" else {"allOf": [_ANY_OBJECT, schema]}  # of which there is none
+
+
 def check_schemas(use: ToolUse, check: Callable[[StructuredOutput], None]) -> None:
     """Check the schema of each tool by itself. Raises UsageError as `check` does, with the tool's name in it."""
     for tool, schema in _schemas(use):
         try:
-            check(StructuredOutput(json_schema=schema))
+            check(StructuredOutput(json_schema=_objects(schema)))
         except UsageError as error:
             raise UsageError(f"{STRUCTURED}: {tool.name}'s{str(error).partition(':')[2]}") from error
 

@@ -124,6 +124,22 @@ def test_special_tokens_in_a_call_stand_for_themselves() -> None:
         assert ('"<tool_call>' in special.grammar, '</tool_call>"' in special.grammar) == (False, False)
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("kinds", [{}, {"type": ["object", "null"]}, {"type": "integer"}, {"type": ["null", "array"]}])
+def test_arguments_are_objects_whatever_their_schema_allows(name: ToolParser, kinds: dict[str, Any]) -> None:
+    write, _, _ = FORMATS[name]
+    schema = {**kinds, "properties": {"q": {"$ref": "#/$defs/q"}}, "required": ["q"], "$defs": {"q": {"const": 1}}}
+    constraint = constraint_of(name, read_use(strict(schema), "required", None), "never")
+    assert constraint is not None
+    if "integer" in kinds.values() or "array" in kinds.get("type", ()):
+        with pytest.raises(UsageError, match="nsatisfiable"):
+            compiler()[1].check(constraint)
+    else:
+        assert allows(constraint, write("f", {"q": 1})) and not allows(constraint, write("f", {"q": 2}))
+        for value in (5, None, [], "x"):
+            assert not allows(constraint, write("f", value))  # type: ignore[arg-type]
+
+
 def strict(parameters: Any) -> list[Any]:
     return [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
 
@@ -139,6 +155,8 @@ HELD: list[tuple[dict[str, Any], list[Any], list[str]]] = [  # schema of a value
     ({"anyOf": [LISTED, NULL, {"type": "boolean"}]}, ["c", None, True], ["k", "4"]),
     ({"anyOf": [TEXT, NULL]}, ["x", None, "a</b>\n\n", ""], ["x</parameter>\n<parameter=v>\n3", "</function>"]),
     ({}, ["x", ["y"], {"z": 3}], []),
+    ({"type": "array", "items": TEXT}, [["</parameter>\n<parameter=v>", "</function>"], []], ["x"]),
+    ({"enum": [{"a": "<parameter=z>"}, ["</function>\n</tool_call>"]]}, [{"a": "<parameter=z>"}], ["{}"]),
 ]
 
 

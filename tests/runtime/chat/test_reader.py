@@ -112,6 +112,12 @@ CALLS_IN: dict[str, Case] = {
         None,
         [("other", '{"x": "5", "y": {"z": 1}}')],
     ),
+    "tags in a list, and in what is none": (
+        XML,
+        '<tool_call><function=f><parameter=list>["</parameter>", "</function>"]</parameter><parameter=on>["x"</function>',
+        None,
+        [("f", '{"list": ["</parameter>", "</function>"], "on": "[\\"x\\""}')],
+    ),
     "no parameters": (XML, "<tool_call>\n<function=f>\n</function>\n</tool_call>", None, [("f", "{}")]),
 }
 CASES: dict[str, Case] = {name: (tools, text, text, []) for name, (tools, text) in NO_CALLS.items()} | CALLS_IN
