@@ -72,7 +72,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._judge: WorkerProcess | None = None
         self._passed: dict[int, None] = {}
-        self._opening = lru_cache(_OPENINGS)(lambda text: Opening(text, self._token_bytes))
+        self._opening = lru_cache(_OPENINGS)(
+            lambda text: Opening(text, self._token_bytes, self._tokenizer.tokenize_bytes)
+        )
 
     def passed(self, structured: StructuredOutput) -> bool:
         """Whether the constraint was checked lately, and can be used."""

@@ -27,10 +27,10 @@ _KEPT = 8  # states of an opening whose crossing tokens are
 class Opening:
     """A text behind which constraints begin. A state is how many bytes of it the output ends with, at most `size`."""
 
-    def __init__(self, text: str, token_bytes: Sequence[bytes]) -> None:
-        """`token_bytes`: the bytes of every token of the vocabulary."""
+    def __init__(self, text: str, token_bytes: Sequence[bytes], tokens: Callable[[bytes], list[int]]) -> None:
+        """`token_bytes`: the bytes of every token of the vocabulary; `tokens`: those of bytes."""
         self._text = text.encode()
-        self._bytes = token_bytes
+        self._bytes, self._tokens = token_bytes, tokens
         self.size = len(self._text)
         self._crossing = [token for token, raw in enumerate(token_bytes) if self._may_cross(raw)]
         self.crossing = lru_cache(_KEPT)(self._crossing_at)
@@ -43,16 +43,18 @@ class Opening:
                 return True
         return False
 
-    def feed(self, state: int, token: int) -> int | None:
-        """The state behind a token; None where the token goes beyond the text's end."""
+    def feed(self, state: int, token: int) -> tuple[int, list[int]]:
+        """The state behind a token; and the tokens of what it has behind the text's end."""
         text, output = self._text, self._text[:state] + self._bytes[token]
         if (place := output.find(text)) >= 0:
-            return self.size if place + self.size == len(output) else None
-        return next(size for size in range(min(len(text), len(output)), -1, -1) if output.endswith(text[:size]))
+            behind = output[place + self.size :]
+            return self.size, self._tokens(behind) if behind else []
+        return next(size for size in range(min(len(text), len(output)), -1, -1) if output.endswith(text[:size])), []
 
-    def _crossing_at(self, state: int) -> list[int]:
-        """The tokens that end the text at a state and have more behind it."""
-        return [token for token in self._crossing if self.feed(state, token) is None]
+    def _crossing_at(self, state: int) -> list[tuple[int, list[int]]]:
+        """The tokens that end the text at a state and have more behind it, each with the tokens of that."""
+        fed = ((token, self.feed(state, token)[1]) for token in self._crossing)
+        return [(token, behind) for token, behind in fed if behind]
 
 
 Mask = NDArray[np.bool_]  # [V]
@@ -77,7 +79,7 @@ _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
 class Matcher:
     """Holds a sequence to its constraint: a grammar, which may begin behind an opening. Up to the opening's end
-    everything is allowed but a token that goes beyond it. Only `advance` changes it.
+    everything is allowed; a token may go beyond it with what the grammar begins with. Only `advance` changes it.
 
     Attributes:
         ended: whether nothing can follow the output.
@@ -98,20 +100,22 @@ class Matcher:
 
     def allowed_length(self, path: Sequence[int]) -> int:
         """How many tokens of the path may follow the output, one after the other."""
-        length, place = 0, self._place
+        length, place, begun = 0, self._place, list[int]()
         while self.opening is not None and place != self.opening.size:
-            if length == len(path) or (state := self.opening.feed(place, path[length])) is None:
+            if length == len(path):
                 return length
-            length, place = length + 1, state
+            place, begun = self.opening.feed(place, path[length])
+            length += 1
         rest = list(path[length:])
         end = next((i for i, token in enumerate(rest) if token in self._ending or token in self._banned), None)
-        allowed = self._state.validate_tokens(rest[:end])
-        if end is not None and allowed == end and rest[end] in self._ending:
+        tokens = begun + rest[:end]
+        allowed = self._state.validate_tokens(tokens)
+        if end is not None and allowed == len(tokens) and rest[end] in self._ending:
             behind = self._state.deep_copy()
-            behind.consume_tokens(rest[:end])
+            behind.consume_tokens(tokens)
             _check(behind)
             allowed += behind.is_accepting()
-        return length + allowed
+        return length - 1 if allowed < len(begun) else length + allowed - len(begun)
 
     def allows(self, token: int) -> bool:
         """Whether the token may be next."""
@@ -121,28 +125,33 @@ class Matcher:
         """The tokens that may be next, bool [V]. Raises UsageError where there are none or a limit is met."""
         if self.opening is not None:
             mask = np.ones(self._vocab_size, bool)
-            mask[self.opening.crossing(self._place)] = False
+            if crossing := self.opening.crossing(self._place):
+                first = self._of_grammar()
+                for token, (begin, *more) in crossing:
+                    mask[token] = first[begin] and (not more or self.allows(token))
             return mask
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-        _check(self._state)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+        mask = self._of_grammar()
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
             raise UsageError("structured: no token of the model's vocabulary continues the output")
         return mask
 
+    def _of_grammar(self) -> Mask:
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        _check(self._state)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+
     def advance(self, token: int) -> None:
         """Take an emitted token. Raises UsageError for one that is not allowed."""
+        tokens = [token]
         if self.opening is not None:
-            if (state := self.opening.feed(self._place, token)) is None:
-                raise UsageError(f"structured: token {token} goes beyond the opening's end")
-            self._place = state
-            if state == self.opening.size:
+            self._place, tokens = self.opening.feed(self._place, token)
+            if self._place == self.opening.size:
                 self.opening = None
         elif token in self._ending:
-            self.ended = True
-        else:
+            self.ended, tokens = True, []
+        for token in tokens:
             self._state.consume_token(token)
             self._since_mask += 1
             if self._since_mask == _TOKENS_OF_FUEL:

@@ -50,14 +50,10 @@ def reaches(path: list[int], after: str | None) -> bool:
     """Whether an output may begin with the path."""
     if END in path[:-1]:
         return False
-    if after is not None:
-        before = ""
-        for place, token in enumerate(path):
-            before += TOKENS[token] if token != END else ""
-            if after in before:
-                return before.partition(after)[2] == "" and reaches(path[place + 1 :], None)
-        return True
     text = joined([token for token in path if token != END])
+    if after is not None and after not in text:
+        return True
+    text = text if after is None else text.partition(after)[2]
     return text in TEXTS if path[-1:] == [END] else any(t.startswith(text) for t in TEXTS)
 
 

@@ -46,6 +46,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'root ::= ("x" | "yy") [0-9] [0-9]?'}, "(x|yy)[0-9]{1,2}"),
     ({"grammar": f'start: "<call>" %json {json.dumps(COMPACT)} "</call>"'}, "<call>{[^<]*}</call>"),
     ({"regex": "[a-f]{3,6}!", "after": "Answer"}, "(?s:.*)Answer[a-f]{3,6}!"),
+    ({"regex": "[0-9]{2,4}\\.", "after": "Answer: "}, "(?s:.*)Answer: [0-9]{2,4}\\."),
 ]
 
 
