@@ -85,7 +85,8 @@ class LLM(Client):
         requests = self._call(work)
         for request in requests:
             request.raise_error(but=UsageError)
-        cut = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
+        ended = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
+        cut = [s for s in ended if len(s.prompt) + s.max_tokens < s.capacity]
         if cut and not self._warned:
             self._warned = True
             _log.warning(

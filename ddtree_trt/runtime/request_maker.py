@@ -36,7 +36,7 @@ class Request:
 
     request_id: str
     prompt: str | None
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # the reader's own, who may change them
     params: SamplingParams
     sequences: list[Sequence]
 
@@ -156,7 +156,7 @@ class RequestMaker:
                 echo=echo,
             )
             sequences.append(sequence)
-        return Request(request_id or f"req-{uuid4().hex}", text, ids, params, sequences)
+        return Request(request_id or f"req-{uuid4().hex}", text, list(ids), params, sequences)
 
     def _check(self, ids: list[int], params: SamplingParams, ending: frozenset[int]) -> None:
         limits, vocab = self._manifest.limits, self._manifest.target_dims.vocab_size

@@ -134,6 +134,7 @@ def test_no_two_uses_share_a_number() -> None:
     p = np.array([0.5, 0.3, 0.2])
     ids = np.arange(3, dtype=np.int32)
     first, second = Noise(4, 0), Noise(4, 1)
+    assert Noise(4 + (1 << 32), 0).target_seed != second.target_seed
     draws: dict[str, Any] = {
         "target": lambda i: first.draw(i, p, None),
         "draft": lambda i: first.draft(i, i, p, ids),

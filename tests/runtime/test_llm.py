@@ -167,10 +167,10 @@ def test_an_output_that_the_default_limit_cut_is_warned_of_once(llm: LLM, caplog
     llm._warned = False
     llm.generate(["a", "b"], SamplingParams(max_tokens=3, ignore_eos=True))
     assert not caplog.messages
-    for _ in range(2):
-        llm.generate([[7] * (llm.engine.manifest.limits.max_seq_len - 9)], SamplingParams(ignore_eos=True))
+    for prompt in ([7] * (llm.engine.manifest.limits.max_seq_len - 9), "a", "a"):
+        llm.generate([prompt], SamplingParams(ignore_eos=True))
     (message,) = caplog.messages
-    assert message.startswith("an output was cut at 9 tokens, the default where max_tokens is not given")
+    assert message.startswith("an output was cut at 256 tokens, the default where max_tokens is not given")
 
 
 # What `import ddtree_trt` offers, and what it says where the native module is not beside the sources

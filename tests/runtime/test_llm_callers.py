@@ -46,6 +46,18 @@ def test_what_was_handed_out_does_not_change(llm: LLM) -> None:
         assert earlier.metrics.output_tokens == earlier.usage.completion_tokens <= later.usage.completion_tokens
 
 
+def test_what_callers_do_to_a_prompt_they_were_shown_changes_no_cache(llm: LLM) -> None:
+    for part in llm.stream(PROMPT, SHORT):
+        part.prompt_token_ids[0] = 7
+    assert llm.generate(part.prompt_token_ids, SHORT)[0].usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_what_a_watcher_raises_is_raised_in_the_last_round_too(llm: LLM, tokens: int) -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(llm.stream(PROMPT, SamplingParams(max_tokens=tokens), on_round=lambda _: 1 / 0))
+
+
 def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
     """And may call between the parts of a stream, which go on as they would."""
     refusals: list[Any] = []

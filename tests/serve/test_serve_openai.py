@@ -120,7 +120,7 @@ def test_completions_take_texts_and_token_ids(client: openai.OpenAI, llm: LLM) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_echo_with_logprobs_over_several_prompts(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
-    prompts = ["def fib(n):", UNICODE]
+    prompts = ["def<|im_end|> fib(n):", UNICODE]
     common: dict[str, Any] = {"max_tokens": 6, "echo": True, "logprobs": 2, "n": 2, "temperature": 1, "seed": 5}
     answer: Any = client.completions.create(model="tiny", prompt=prompts, **common, stream=stream)
     texts, logprobs = [""] * 4, [dict[str, list[Any]]() for _ in range(4)]

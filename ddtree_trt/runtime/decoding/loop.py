@@ -147,7 +147,10 @@ class _SlotRound(_Part):
         """Call the watcher, if the sequence has one, with the round that is committed."""
         s, path = self.sequence, self.path
         if s.on_round is not None and path is not None:
-            s.on_round(Round(self.root_token, self.drafted, path, s.bonus_token, self.decision))
+            try:
+                s.on_round(Round(self.root_token, self.drafted, path, s.bonus_token, self.decision))
+            except Exception as error:  # of the last round, too
+                s.error, s.finish_reason = error, "error"
 
 
 def each(parts: Iterable[_Part], work: str, *columns: Iterable[Any]) -> None:

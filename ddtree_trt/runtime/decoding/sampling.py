@@ -39,7 +39,8 @@ class Noise:
 
     def __init__(self, seed: int | None, index: int) -> None:
         """For the request's completion `index`; without a seed the numbers are random."""
-        sequence = np.random.SeedSequence(None if seed is None else [seed, index])
+        # Of a word each, as a seed's own upper words would stand where another's index does.
+        sequence = np.random.SeedSequence(None if seed is None else [seed % (1 << 32), index, seed >> 32])
         self._target, self._draft, self._keep, self._residual = sequence.generate_state(4, np.uint64).tolist()
         self._round_start, self._round_seed = -1, 0  # of the latest draft: its round's first position, and its seed
 

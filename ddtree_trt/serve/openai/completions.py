@@ -23,7 +23,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     given = body.sampling()
     _check_total(service, len(body.prompt) * max(given.get("n", 1), 1))
     prompts = [await service.encode(p, "prompt") for p in body.prompt]
-    echo = given.get("echo", False)
+    echo = given.pop("echo", False)  # here, where a prompt's text is known
     if echo:
         given["prompt_logprobs"] = given.get("logprobs")
     params = cache(lambda room: service.params(given, room, {}, DEFAULT_MAX_TOKENS))
@@ -33,7 +33,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     # No await between the first and the last: on QueueFull, those already submitted are cancelled at once.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
     n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
-    choices = _Choices(service.texts, n, echo=echo, skip_special_tokens=skip)
+    decode = partial(service.llm.codec.decode, skip_special_tokens=skip)
+    echoes = [p if isinstance(p, str) else decode(p) for p in body.prompt] if echo else None
+    choices = _Choices(service.texts, n, echoes, skip_special_tokens=skip)
     kinds = ("text_completion", "text_completion")
     return await respond(service, body, request_id, submissions, kinds, choices.whole, choices.parts)
 
@@ -50,18 +52,20 @@ def _check_total(service: Service, sequences: int) -> None:
 class _Choices:
     """Converts outputs to choices, numbered prompt by prompt; keeps each choice's text offset from part to part."""
 
-    def __init__(self, texts: TokenTexts, n: int, *, echo: bool, skip_special_tokens: bool) -> None:
-        self._texts = texts
-        self._n = n
-        self._echo = echo
+    def __init__(self, texts: TokenTexts, n: int, echoes: list[str] | None, *, skip_special_tokens: bool) -> None:
+        """`echoes`: the prompts' texts, which the choices begin with."""
+        self._texts, self._n, self._echoes, self._begun = texts, n, echoes, set[int]()
         self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
     def whole(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
         index = place * self._n + output.index
         logprobs = self._logprobs(index, part, output)
-        reason = finish_reason(output.finish_reason)
-        return [{"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}]
+        reason, text = finish_reason(output.finish_reason), output.text
+        if self._echoes is not None and index not in self._begun:
+            self._begun.add(index)
+            text = self._echoes[place] + text
+        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
 
     def parts(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
         """The choice, where the part says something."""
@@ -77,10 +81,11 @@ class _Choices:
         places: list[int] = []
         if index not in self._offsets:
             codec, skip, echo = self._texts.codec, self._skip_special_tokens, ""
-            if self._echo:
+            if self._echoes is not None:
                 tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
-                places += map(TextOffsets(codec, skip_special_tokens=skip).next, part.prompt_token_ids)
-                echo = part.prompt or codec.decode(part.prompt_token_ids, skip_special_tokens=skip)
+                echo = self._echoes[index // self._n]
+                left_out = codec.decode(part.prompt_token_ids, skip_special_tokens=False) != echo
+                places += map(TextOffsets(codec, skip_special_tokens=left_out).next, part.prompt_token_ids)
             behind = part.prompt_token_ids
             self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo), behind=behind)
         tokens += zip(output.token_ids, output.logprobs, strict=True)
