@@ -140,7 +140,6 @@ class RequestMaker:
                 skip_special_tokens=params.skip_special_tokens,
                 keep_special_tokens=frozenset(params.keep_special_tokens),
                 keep_stop=params.include_stop_str_in_output,
-                behind=ids,
             )
             sequence = Sequence(
                 index=index,

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from ddtree_trt import LLM, RequestOutput, SamplingParams
-from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts
 
 QUESTIONS = [row["prompt"] for row in ROWS][:6]
@@ -158,12 +158,18 @@ def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> N
     codec = TextCodec(tmp_path, {})
     ids = [2, 3, 1, 4, 5, 6, 3]
     assert codec.decode(ids) == "hello there!é there"
-    offsets, texts = TextOffsets(codec, skip_special_tokens=True, start=7), TokenTexts(codec)
-    assert [offsets.next(token) - 7 for token in ids] == [0, 5, 11, 11, 12, 12, 13]
+    offsets, texts = TextOffsets(codec, skip_special_tokens=True), TokenTexts(codec)
+    assert [offsets.next(token) for token in ids] == [0, 5, 11, 11, 12, 12, 13]
     raw = [texts.of(token)[1] for token in ids]
     assert b"".join(map(bytes, raw)).decode() == " hello there<tool>!é there"  # type: ignore[arg-type]
-    half = TextOffsets(codec, skip_special_tokens=True, start=5, behind=ids[:1])
+    half = TextOffsets(codec, skip_special_tokens=True, start=5)
     assert [half.next(token) for token in ids[1:]] == [5, 11, 11, 12, 12, 13]
+    for parts in ([[3, 5, 6, 4, 5, 5]], [[3], [5], [6, 4, 5], [5]]):  # two bytes are a character, two are none
+        stream = TextStream(codec)
+        for part in parts:
+            stream.push(part)
+        stream.flush()
+        assert stream.text == " thereé!\ufffd\ufffd"
 
 
 def test_a_completion_begins_with_the_space_in_front_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,16 @@ class TextCodec:
         return frozenset(token.content for token in self.tokenizer.added_tokens_decoder.values())
 
     @cached_property
+    def letter(self) -> list[int]:
+        """A token whose text is a letter, to stand for any text; none where letters have no tokens."""
+        return list(self.tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids[-1:])
+
+    @cached_property
+    def takes_bytes(self) -> bool:
+        """Whether tokens of bytes are decoded together, so that one may spoil what those before it say."""
+        return "ByteFallback" in repr(self.tokenizer.backend_tokenizer.decoder)
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         """The tokens that `skip_special_tokens` leaves out."""
         return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
@@ -191,9 +201,9 @@ class TextStream:
         skip_special_tokens: bool = True,
         keep_special_tokens: Set[int] = frozenset(),
         keep_stop: bool = False,
-        behind: Sequence[int] = (),
+        begins: bool = False,
     ) -> None:
-        """`behind`: the tokens in front: at a text's beginning, decoders may leave out a space."""
+        """`begins`: whether no text is in front of it: at a text's beginning, decoders may leave out a space."""
         self._codec = codec
         self._skip_special_tokens = skip_special_tokens
         self._keep_special_tokens = keep_special_tokens
@@ -203,9 +213,7 @@ class TextStream:
         # A token's text may depend on the token before it, so a window of the latest tokens is decoded each time.
         self._window = 0  # index of the window's first token
         self._boundary = 0  # latest token index before which no character is incomplete
-        self._behind = list(behind[-self._LONGEST_WINDOW :])  # are of the window while it begins with the first token
-        if self._decode(0).endswith(INCOMPLETE):
-            self._behind = []
+        self._front = [] if begins else codec.letter  # of a window that begins with the first token
         self._taken = len(self._decode(0))  # characters of the window's text that are in `text`, or in front of it
         self.text = ""
         self._starts: list[int] = []  # with stop strings: in which character each token begins at the latest
@@ -213,7 +221,8 @@ class TextStream:
     def push(self, tokens: Sequence[int], *, may_stop: bool = True) -> Stop | None:
         """Add tokens; returns the stop string that they complete first, if any, at which the text is cut."""
         if not self._stop:
-            self.text += self._add(tokens)
+            for part in [[token] for token in tokens] if self._codec.takes_bytes else [tokens]:
+                self.text += self._add(part)
             return None
         for token in tokens:
             before = len(self.text)
@@ -240,7 +249,7 @@ class TextStream:
         return added
 
     def _decode(self, start: int) -> str:
-        tokens = self.tokens[start:] if start else self._behind + self.tokens
+        tokens = self.tokens[start:] if start else self._front + self.tokens
         return self._codec.decode(tokens, skip_special_tokens=self._skip_special_tokens, keep=self._keep_special_tokens)
 
     def _advance(self) -> None:

@@ -86,8 +86,7 @@ class _Choices:
                 echo = self._echoes[index // self._n]
                 left_out = codec.decode(part.prompt_token_ids, skip_special_tokens=False) != echo
                 places += map(TextOffsets(codec, skip_special_tokens=left_out).next, part.prompt_token_ids)
-            behind = part.prompt_token_ids
-            self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo), behind=behind)
+            self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo))
         tokens += zip(output.token_ids, output.logprobs, strict=True)
         places += map(self._offsets[index].next, output.token_ids)
         return {

@@ -1,7 +1,6 @@
 """Texts and bytes of single tokens for clients, also of tokens that hold a part of a character."""
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -49,13 +48,11 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Offsets, in characters, at which the tokens begin of a text that itself begins at `start`, `behind` others."""
+    """Offsets, in characters, at which the tokens begin of a text; of one that follows another, `start` is where."""
 
-    def __init__(
-        self, codec: TextCodec, *, skip_special_tokens: bool, start: int = 0, behind: Sequence[int] = ()
-    ) -> None:
-        self._stream = TextStream(codec, skip_special_tokens=skip_special_tokens, behind=behind)
-        self._start = start
+    def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, start: int | None = None) -> None:
+        self._stream = TextStream(codec, skip_special_tokens=skip_special_tokens, begins=start is None)
+        self._start = start or 0
 
     def next(self, token: int) -> int:
         """The offset of the next token; one that completes a character begins where the character does."""
