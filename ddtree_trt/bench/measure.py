@@ -55,7 +55,7 @@ def load_prompts(specs: Sequence[str], limit: int | None = None) -> list[BenchPr
             raise UsageError(f"no prompts called {spec!r}: it is neither a file nor {TINY}")
         source = TINY if spec == TINY else path.stem
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read prompts {path}: {error}") from error
         rows = [_read_line(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]

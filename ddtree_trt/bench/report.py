@@ -52,9 +52,7 @@ def summarize(samples: Sequence[Sample]) -> list[Row]:
     groups: dict[str, dict[str, list[Sample]]] = {}
     for sample in sorted(samples, key=lambda s: s.case != BASELINE):
         groups.setdefault(sample.source, {}).setdefault(sample.case, []).append(sample)
-    return [
-        _row(source, case, mine, cases[BASELINE]) for source, cases in groups.items() for case, mine in cases.items()
-    ]
+    return [_row(source, case, own, cases[BASELINE]) for source, cases in groups.items() for case, own in cases.items()]
 
 
 def _row(source: str, case: str, samples: list[Sample], baseline: list[Sample]) -> Row:

@@ -16,7 +16,7 @@ from ddtree_trt.reading import printable
 # Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 # The same weights once more, in other layouts: in folders, and as their makers had them before Hugging Face's layout.
-_UNUSED = ["*/*", "consolidated*"]
+_UNUSED = ["*/*.json", "*/*.safetensors", "consolidated*"]
 GGUF = ".gguf"
 
 

@@ -149,7 +149,7 @@ def _take_sampling(values: dict[str, Any]) -> dict[str, Any]:
             except ValueError:
                 raise UsageError(f"{flag_of(row.name)} must be a number or auto, not {shown(value)}") from None
     taken = {name: values.pop(name) for name in _CONSTRAINTS}
-    constraints = {name: value for name, value in taken.items() if value}
+    constraints = {name: value for name, value in taken.items() if value not in (False, None, [])}
     if len(constraints) > 1:
         first, second = [*map(flag_of, constraints)][:2]
         raise UsageError(f"{first} and {second} are two constraints on the output; give one")

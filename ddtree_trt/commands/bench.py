@@ -17,9 +17,7 @@ from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
 
 STDOUT = Path("-")
-_METHODS = (
-    f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. Default: what the drafter is for."
-)
+_METHODS = f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. Default: the drafter's own."
 
 
 @with_options()

@@ -40,9 +40,7 @@ def build(
     profile: Annotated[
         bool, typer.Option(help="Measure this machine's latencies, which automatic budgets need, after building.")
     ] = True,
-    dry: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it would take in memory, and build nothing.")
-    ] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Say what memory it would take; build nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Build an engine from a target and its drafter."""

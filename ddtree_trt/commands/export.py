@@ -16,9 +16,7 @@ from ddtree_trt.triton import export as triton
 def export_triton(
     engine_dir: EngineDirectory,
     repository: Annotated[Path, typer.Argument(metavar="REPO_DIR", help="A model repository; made if missing.")],
-    model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name. Default: the engine's.")
-    ] = None,
+    model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name, else the engine's.")] = None,
     gpus: Annotated[
         str, typer.Option(metavar="LIST", help="GPUs such as 0,1. Default: GPU 0 for an engine that needs one.")
     ] = "",

@@ -38,14 +38,14 @@ def run(
     *,
     sampling: dict[str, Any],
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each round's tree and accepted path.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also run ar and dflash; check that they agree.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per request.")] = False,
     options: EngineOptions,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
+    if list_examples and (json or compare or show_tree or raw or prompt or system or chat_template_arg or example):
+        raise UsageError("--list-examples shows the engine's examples; give it alone")
     if list_examples:
         from ddtree_trt.terminal.console import print_examples
 
@@ -55,8 +55,8 @@ def run(
     text = _prompt(directory, prompt, example)
     if text is None and (json or compare or show_tree):
         raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt or stdin")
-    if compare and (show_tree or json):
-        raise UsageError("--compare prints a table of several runs; give it without --show-tree and --json")
+    if json + compare + show_tree > 1:
+        raise UsageError("--json prints JSON, --compare a table of several runs, --show-tree trees; give one of them")
 
     arguments = parse_arguments(chat_template_arg or ())
     for option, given in ((OPTION, arguments), ("--system", system), ("a chat", text is None)):
@@ -76,6 +76,8 @@ def run(
     with llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         llm.codec.check_template_kwargs(arguments, OPTION)
+        if system and not llm.tokenizer.chat_template:
+            raise UsageError("--system needs a chat template, which this engine has not; give a prompt alone")
         examples = read_examples(directory)
         if text is None:
             chat.Chat(llm, params, system, arguments, examples).converse()

@@ -40,12 +40,8 @@ class EngineOptions:
     device_rounds: DeviceRoundsMode = option(
         "auto", "Rounds that stay on the GPU: auto where they can, on refuses other requests.", "auto|on|off"
     )
-    fp8: Fp8 = option(
-        "off", "torch engines: weights in FP8, of the drafter or of both.", "off|drafter|on", only=(TORCH.name,)
-    )
-    exact_stage_times: bool = option(
-        False, "Exact times of the stages: each waits for the GPU, which takes longer.", ""
-    )
+    fp8: Fp8 = option("off", "torch: weights in FP8, of the drafter or of both.", "off|drafter|on", only=(TORCH.name,))
+    exact_stage_times: bool = option(False, "Exact times of stages: each waits for the GPU, which takes longer.", "")
 
     def __post_init__(self) -> None:
         check(self)

@@ -147,7 +147,7 @@ class SamplingParams:
     echo: bool = parameter(
         False,
         "Put the prompt's text in front of the output's.",
-        "Token ids and log-probabilities stay the output's.",
+        "Token ids stay the output's, and log-probabilities but those over HTTP.",
         device="always",
         http={"completions": "echo"},
     )

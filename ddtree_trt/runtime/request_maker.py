@@ -167,7 +167,7 @@ class RequestMaker:
                 f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
-        for name, wanted in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
+        for name, wanted in (("min_tokens", params.min_tokens), ("max_tokens", params.max_tokens or 0)):
             if wanted > room:
                 raise DoesNotFit(
                     f"{name} {wanted} does not fit: the prompt leaves {room} of this engine's {limits.max_seq_len} "
@@ -179,9 +179,7 @@ class RequestMaker:
                 out = next(t for t in tokens if not 0 <= t < vocab)
                 raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
         if len(ending) >= vocab:
-            raise UsageError(
-                f"stop_token_ids name the whole vocabulary of {vocab}, so no text could be written; name fewer"
-            )
+            raise UsageError(f"stop_token_ids name the whole vocabulary of {vocab}, so no text could come; name fewer")
         if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
             raise UsageError(
                 f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "

@@ -91,7 +91,8 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a refused request; None for an accepted one."""
         headers = dict(scope["headers"])
-        if self._key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+        given = headers.get(b"authorization", b"")
+        if self._key is not None and not hmac.compare_digest(given[:6].title() + given[6:], self._key):
             message = "missing or wrong API key; send it as: Authorization: Bearer KEY"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
         if self.draining:

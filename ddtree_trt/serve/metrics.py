@@ -36,9 +36,7 @@ class Metrics:
         )
         self._counters = [(row, self._make(Counter, row.name, row.text)) for row in COUNTERS]
         self._positions = [(row, self._make(Counter, row.name, row.text, "position")) for row in POSITIONS]
-        self._histograms = [
-            (row, self._make(Histogram, row.name, row.text, buckets=bounds[row.unit])) for row in HISTOGRAMS
-        ]
+        self._histograms = [(r, self._make(Histogram, r.name, r.text, buckets=bounds[r.unit])) for r in HISTOGRAMS]
         for _, counter in self._positions:
             for position in range(manifest.drafting.longest_draft):
                 counter(str(position))  # shown from the beginning, with 0

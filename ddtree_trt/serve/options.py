@@ -24,12 +24,8 @@ class ServeOptions(EngineOptions):
     max_requests: int = option(512, "HTTP requests under way; more are answered 429.", within=(1, MAX_COUNT))
     max_waiting: int = option(256, "Sequences waiting for a slot; more are answered 429.", within=(0, MAX_COUNT))
     max_body_bytes: int = option(4 << 20, "Larger requests are answered 413.", within=(1024, 1 << 30))
-    request_timeout_s: float = option(
-        600.0, "A request that takes longer is ended; 0: none is.", "SECONDS", within=(0, 86400)
-    )
-    stall_timeout_s: float = option(
-        30.0, "A client that reads nothing for this long is cut off.", "SECONDS", within=(1, 3600)
-    )
+    request_timeout_s: float = option(600.0, "Longer requests are ended; 0: none is.", "SECONDS", within=(0, 86400))
+    stall_timeout_s: float = option(30.0, "Clients that read nothing so long are cut off.", "SECONDS", within=(1, 3600))
     drain_timeout_s: float = option(
         30.0, "After SIGTERM, how long requests under way may still take.", "SECONDS", within=(0, 86400)
     )
@@ -80,9 +76,7 @@ class ReplicaOptions:
     replicas: int = option(
         1, "Engines, on the machines of a Ray cluster. Without it: one, in this process.", within=(1, MAX_COUNT)
     )
-    max_replicas: int | None = option(
-        None, "Engines at most: more are started as requests queue.", within=(1, MAX_COUNT)
-    )
+    max_replicas: int | None = option(None, "Engines at most: more start as requests queue.", within=(1, MAX_COUNT))
     target_ongoing_requests: float | None = option(
         None, "Requests per engine above which more are started. Default: its slots.", "X", within=(0.01, MAX_COUNT)
     )

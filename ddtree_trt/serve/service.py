@@ -99,9 +99,10 @@ class Service:
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
         """
-        wanted = max(default or self._default_max_tokens or room, given.get("min_tokens", 0))
+        fewest = given.get("min_tokens", 0)  # which may be more than fit: the engine says so
+        wanted = max(fewest, min(room, default or self._default_max_tokens or room))
         try:
-            return SamplingParams.from_mapping({"max_tokens": max(1, min(room, wanted)), **given})
+            return SamplingParams.from_mapping({"max_tokens": max(1, wanted), **given})
         except UsageError as error:
             raise _named(error, None, names) from error
 

@@ -19,7 +19,7 @@ from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.reading import printable
 from ddtree_trt.runtime.decoding.loop import Round
-from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, BASELINES
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, BASELINES, METHODS
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -134,7 +134,7 @@ def _raise_error(output: RequestOutput) -> None:
 def compare(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
     """Run the request by its method and the baselines in turn; print medians. Raises DDTreeError where texts differ."""
     if params.stochastic and params.seed is None:
-        # With one seed every method that samples from the target draws the same tokens.
+        # With one seed every method draws the same tokens, but those whose drafts are drawn.
         params = replace(params, seed=secrets.randbits(32))
     baselines = [m.name for m in BASELINES if m.serves(llm.engine.manifest.drafter_kind)]
     runs: dict[str, list[RequestOutput]] = {m: [] for m in [*baselines, params.method]}
@@ -158,10 +158,13 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
     print(f"identical: {'no' if differing else 'yes'}")
     if warning:
         print(warning)
-    if differing:
+    drawing = [m for m in differing if params.stochastic and METHODS[m].draws]
+    if drawing:
+        print(f"at a temperature {' and '.join(drawing)} draw their own tokens, of the same distribution")
+    if faults := [m for m in differing if m not in drawing]:
         inexact = llm.engine.inexact
         why = f"this engine is not exact: {inexact}" if inexact else "this engine is exact, so that is a fault"
-        raise DDTreeError(f"{differing[0]} differs from {AR}; {why}")
+        raise DDTreeError(f"{faults[0]} differs from {AR}; {why}")
 
 
 def _print_table(metrics: dict[str, RequestMetrics], speeds: dict[str, float]) -> None:

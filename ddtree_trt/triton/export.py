@@ -43,9 +43,7 @@ _QUESTIONS = {  # layout → body of the example request
 class ExportOptions:
     """How the model is run."""
 
-    layout: LayoutName = option(
-        "trtllm", "Whose tensor names and shapes: TensorRT-LLM's BLS model or the vLLM backend's.", ""
-    )
+    layout: LayoutName = option("trtllm", "Tensors as TensorRT-LLM's BLS model has them, or the vLLM backend.", "")
     instances: int = option(1, "Processes with an engine each; with --gpus, on each GPU.", within=(1, _MAX_INSTANCES))
     gpus: tuple[int, ...] = ()  # in the server's numbering; () is the CPU, or GPU 0 for an engine that needs one
     max_queue: int = option(256, "Sequences that may wait in one instance.", within=(0, MAX_COUNT))

@@ -140,7 +140,7 @@ def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("m.gguf", "m.gguf {checkpoint} --checkpoint m.gguf"),
     ],
 )
-def test_what_to_do_depends_on_what_was_given(
+def test_what_to_do_depends_on_the_path(
     given: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

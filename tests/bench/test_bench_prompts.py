@@ -22,7 +22,7 @@ ROWS: dict[str, tuple[dict[str, object], list[str]]] = {
 
 
 def write(path: Path, rows: Sequence[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 
 
@@ -32,7 +32,7 @@ def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
         ({"prompt": "Hello", "domain": "ignored"}, [{"role": "user", "content": "Hello"}], ()),
         ({"turns": ["One", "Two", "Three"]}, [{"role": "user", "content": "One"}], ("Two", "Three")),
         ({"messages": chat}, chat, ()),
-        ({"text": "Once upon"}, "Once upon", ()),
+        ({"text": "Once\u2028upon"}, "Once\u2028upon", ()),
         ({"token_ids": [5, 6]}, [5, 6], ()),
     ]
     prompts = load_prompts([str(write(tmp_path / "mine.jsonl", [row for row, *_ in cases]))])

@@ -32,6 +32,7 @@ from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import EMBEDDING
 from ddtree_trt.runtime.engines.onnxruntime.network import session_options
+from ddtree_trt.runtime.text.codec import TextCodec
 
 
 def build(pair: tuple[Path, Path], engine: Path, progress: Progress = no_progress, **options: Any) -> Manifest:
@@ -125,6 +126,10 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     (pair[0] / "generation_config.json").write_text('{"eos_token_id": 5, "temperature": 0.6}')
     assert build(pair, engine, force=True).stop_token_ids == (5,)
     assert json.loads((engine / "generation_config.json").read_text())["temperature"] == 0.6
+    (pair[0] / "additional_chat_templates").mkdir()
+    (pair[0] / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    build(pair, engine, force=True)
+    assert TextCodec(engine, {}).tokenizer.chat_template == {"tool_use": "{{ tools }}", "default": "{{ messages }}"}
 
 
 def test_weight_file(tmp_path: Path) -> None:

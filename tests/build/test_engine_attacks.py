@@ -120,9 +120,7 @@ def test_first_passes_that_fail(
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize(
-    ("made", "part"), [(LLM, "TextCodec"), (AsyncLLM, "RequestMaker"), (LLM, "Scheduler")], ids=str
-)
+@pytest.mark.parametrize(("made", "part"), [(LLM, "TextCodec"), (AsyncLLM, "RequestMaker"), (LLM, "Scheduler")])
 def test_what_cannot_be_made_closes_its_engine(
     engine: Path, monkeypatch: pytest.MonkeyPatch, closed: list[OrtEngine], made: Any, part: str
 ) -> None:

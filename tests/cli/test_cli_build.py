@@ -78,9 +78,7 @@ def test_second_build_needs_force(cli: Cli) -> None:
     assert cli("build", "--target", "tiny", "--force", "--no-profile")[0] == 0
 
 
-def test_an_engine_of_torch_is_not_begun_without_torch(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_engines_are_not_begun_without_torch(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torch" else find_spec(name))
     build = ["build", "--target", "tiny", "--backend", "torch", "--output", tmp_path / "engine"]

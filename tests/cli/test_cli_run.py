@@ -34,14 +34,14 @@ def test_compare_proves_the_output_is_the_targets_and_says_of_a_busy_machine(
     rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["ar"], ["dflash"], ["ddtree"])]
     assert [r[0] for r in rows] == ["ar", "dflash", "ddtree"]
     assert len({r[1] for r in rows}) == 1, "every method makes the same number of tokens"
+    code, drawn, err = cli(*request, "--method", "dflash-sample", "--temperature", 1, "--seed", 1)
+    assert (code, err) == (0, "") and "dflash-sample draw their own tokens, of the same distribution" in drawn
     last = out.splitlines()[-1]
     assert (last != "identical: yes") is busy
     assert not busy or (last.startswith("The machine was busy: load 10000.00 on ") and "Do not trust" in last)
 
 
-def test_every_source_of_a_prompt_gives_the_same_text(
-    cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_source_of_a_prompt_gives_same_text(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
     options = ("--json", "--max-tokens", 24)
     sources: tuple[tuple[str, ...], ...] = (("--prompt", QUESTION), (), ("--raw", "--prompt", QUESTION))
@@ -53,9 +53,7 @@ def test_every_source_of_a_prompt_gives_the_same_text(
     assert cli("run", tiny_engine) == (2, "", refusal)
 
 
-def test_exact_times_of_stages_wait_for_the_engine(
-    cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_times_of_stages_wait_for_engine(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled, texts = [], []
     monkeypatch.setattr(OrtEngine, "synchronize", lambda engine: settled.append(True))
     for options in ((), ("--exact-stage-times",)):
@@ -93,12 +91,12 @@ def test_the_newest_engine_is_the_default(
         (["--prompt", "x", "--max-tokens", "100000"], "max_tokens 100000 does not fit: the prompt leaves"),
         (["--prompt", "x", "--method", "draft-model"], "needs a drafter of kind autoregressive"),
         (["--prompt", "word " * 3000], "tokens, this engine takes at most"),
-        (["--prompt", "x", "--compare", "--show-tree"], "give it without --show-tree and --json"),
+        (["--prompt", "x", "--compare", "--show-tree"], "--show-tree trees; give one of them"),
+        (["--prompt", "x", "--show-tree", "--json"], "--show-tree trees; give one of them"),
+        (["--list-examples", "--json"], "--list-examples shows the engine's examples; give it alone"),
     ],
 )
-def test_wrong_calls_are_one_line_and_exit_code_2(
-    cli: Cli, tiny_engine: Path, options: list[str], message: str
-) -> None:
+def test_wrong_calls_are_one_line_and_code_2(cli: Cli, tiny_engine: Path, options: list[str], message: str) -> None:
     code, out, err = cli("run", tiny_engine, *options)
     assert (code, out) == (2, "") and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
@@ -134,6 +132,7 @@ def test_constraints_that_are_refused(text: Any, tmp_path: Path) -> None:
     missing = text("--json-schema", tmp_path / "none.json")
     assert "cannot be read (No such file or directory); name a file, or give the text" in missing
     assert "structured: regex '(a' cannot be used" in text("--regex", "(a")
+    assert "structured: regex must be a text that is not empty" in text("--regex", "")
     late = text("--regex", "[0-9]{12}(a{1000}){1000}")
     assert late.startswith("error: structured: the output could not be matched") and "max_lexer_states" in late
 

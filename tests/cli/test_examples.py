@@ -62,6 +62,9 @@ def test_an_example_that_is_none(cli: Cli, tiny_engine: Path, bare_engine: Path,
         code, out, err = cli("run", bare_engine, wanted)
         assert (code, out) == (2, "") and "ships no examples" in err and err.count("\n") == 1
     assert "no engine at" in cli("run", tmp_path / "nowhere", "--list-examples")[2]
+    (bare_engine / "chat_template.jinja").unlink()
+    vouch(bare_engine)
+    assert "--system needs a chat template" in cli("run", bare_engine, "--prompt", "x", "--system", "Be brief.")[2]
 
 
 def test_a_damaged_file_is_refused(bare_engine: Path) -> None:

@@ -70,9 +70,7 @@ def test_damage_of_any_kind_is_refused_in_one_line(tmp_path_factory: pytest.Temp
         assert "\n" not in message and len(message) < 400 + len(str(file))
 
 
-def test_a_foreign_profile_is_measured_again(
-    engine: tuple[Path, list[object]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_foreign_profiles_are_measured(engine: tuple[Path, list[object]], caplog: pytest.LogCaptureFixture) -> None:
     directory, measured = engine
     assert open_and_close(directory, caplog) == [] and len(measured) == 1
     assert open_and_close(directory, caplog) == [] and len(measured) == 1, "the stored one fits"

@@ -102,9 +102,7 @@ def assert_best(candidates: Candidates, max_depth: int | None, budgets: Iterable
 
 
 @given(candidates=marginals(), budget=BUDGETS, max_depth=DEPTHS)
-def test_trees_of_marginals_are_the_first_of_all_prefixes(
-    candidates: Marginals, budget: int, max_depth: int | None
-) -> None:
+def test_trees_of_marginals_are_the_first_prefixes(candidates: Marginals, budget: int, max_depth: int | None) -> None:
     assert_best(candidates, max_depth, [budget])
 
 

@@ -39,9 +39,7 @@ def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
         library.find(library.PLUGINS, tmp_path)
 
 
-def test_libraries_of_a_wheel_are_found_behind_those_of_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_of_a_wheel_come_behind_those_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, wheel = tmp_path / "own", tmp_path / "site" / library.WHEEL
     for folder in (own, wheel):
         folder.mkdir(parents=True)

@@ -107,9 +107,7 @@ def test_a_killed_run_is_gone_on_with_by_the_same_command(
     assert texts(output) == expected and not part.exists()
 
 
-def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_in_one_line_and_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When an answer is written, and when the output is."""
     output = tmp_path / "out.jsonl"
     row = {"custom_id": "a", "response": {"status_code": 400, "body": {"error": "né\u2028"}}}

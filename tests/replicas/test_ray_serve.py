@@ -208,9 +208,7 @@ def test_an_engine_that_cannot_be_opened_is_tried_once_and_says_why(tiny_engine:
     assert "Traceback" not in errors
 
 
-def test_an_offline_run_whose_engine_is_killed(
-    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_run_whose_engine_is_killed(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the killed engine had under way is answered by another, and every request once."""
     source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
     killed: list[int] = []

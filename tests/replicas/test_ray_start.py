@@ -74,9 +74,7 @@ def test_replicas_share_the_cores_that_this_process_may_use(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
-def test_an_address_that_does_not_answer(
-    cli: Cli, tiny_engine: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_without_answer(cli: Cli, tiny_engine: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself is not asked: it would try for minutes."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr(ray, "init", raises(AssertionError("asked")))
@@ -84,9 +82,7 @@ def test_an_address_that_does_not_answer(
     assert code == 2 and error.startswith(f"error: no Ray cluster answers at RAY_ADDRESS={address}: ")
 
 
-def test_ray_serve_does_not_start(
-    cli: Cli, tiny_engine: Path, ended: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_serve_starts_not(cli: Cli, tiny_engine: Path, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy that was too slow for Ray, which is given longer than Ray's 5 s unless its user says."""
     given: dict[str, Any] = {}
 

@@ -94,9 +94,7 @@ async def test_a_step_calls_the_event_loop_once_at_most(
 
     monkeypatch.setattr(llm.core.scheduler, "step", lambda: counted("steps", step))
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: counted("calls", call, *given))
-    submissions = [
-        llm.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True, method="ar")) for prompt in PROMPTS
-    ]
+    submissions = [llm.submit(p, SamplingParams(max_tokens=40, ignore_eos=True, method="ar")) for p in PROMPTS]
     if streams:
         assert {place async for place, _ in iterate_parts(submissions)} == set(range(len(PROMPTS)))
     else:

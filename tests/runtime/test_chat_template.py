@@ -158,9 +158,7 @@ def test_a_forked_process_has_its_own() -> None:
     assert chat_template.render("c", MESSAGES, {}) == "c"
 
 
-def test_an_engine_s_chat_is_rendered_there(
-    tiny_engine: Path, hasty: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_chat_is_rendered_there(tiny_engine: Path, hasty: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = TextCodec(tiny_engine, {})
     expected = codec.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert codec.render(MESSAGES) == expected

@@ -150,9 +150,7 @@ def test_a_chat_is_generate_of_messages(llm: LLM) -> None:
     assert llm.get_tokenizer() is llm.tokenizer
 
 
-def test_a_bar_counts_the_prompts(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bar_counts_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a terminal, and none elsewhere."""
     llm.generate(["a"] * 3, SamplingParams(max_tokens=1))
     assert capsys.readouterr().err == ""

@@ -54,8 +54,8 @@ def test_what_callers_do_to_a_prompt_they_were_shown_changes_no_cache(llm: LLM) 
 
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_what_a_watcher_raises_is_raised_in_the_last_round_too(llm: LLM, tokens: int) -> None:
-    with pytest.raises(ZeroDivisionError):
-        list(llm.stream(PROMPT, SamplingParams(max_tokens=tokens), on_round=lambda _: 1 / 0))
+    with pytest.raises(TypeError):
+        list(llm.stream(PROMPT, SamplingParams(max_tokens=tokens), on_round=len))  # type: ignore[arg-type]
 
 
 def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
@@ -152,9 +152,7 @@ def test_a_forked_process_is_told_to_load_its_own(llm: LLM, tiny_engine: Path) -
     next(stream)
     for work in (lambda: llm.generate(PROMPT), lambda: next(stream)):
         said = in_a_fork(work)
-        assert said.startswith(
-            f"UsageError: this LLM was loaded by process {os.getpid()} and cannot be used in process"
-        )
+        assert said.startswith(f"UsageError: this LLM was loaded by process {os.getpid()} and cannot be used in")
         assert "load one here" in said
     assert in_a_fork(llm.close) == in_a_fork(stream.close) == "no error"
     stream.close()

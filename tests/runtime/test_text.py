@@ -125,9 +125,7 @@ OPTIONS = st.fixed_dictionaries(
 @example(script=FOUR[:-1], options={"max_tokens": len(FOUR), "stop": []}, accepted=[7])
 @example(script=CODEC.encode("stop"), options={"max_tokens": 8, "stop": ["stop"]}, accepted=[3])
 @settings(max_examples=100)
-def test_stops_and_limits_hold_at_any_block_boundary(
-    script: list[int], options: dict[str, Any], accepted: list[int]
-) -> None:
+def test_stops_and_limits_hold_at_any_boundary(script: list[int], options: dict[str, Any], accepted: list[int]) -> None:
     options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     params = SamplingParams(**options)
     # Until min_tokens the sampler does not say stop tokens at all: such a script cannot be said.

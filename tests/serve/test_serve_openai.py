@@ -162,8 +162,8 @@ def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> N
     assert [offsets.next(token) for token in ids] == [0, 5, 11, 11, 12, 12, 13]
     raw = [texts.of(token)[1] for token in ids]
     assert b"".join(map(bytes, raw)).decode() == " hello there<tool>!é there"  # type: ignore[arg-type]
-    half = TextOffsets(codec, skip_special_tokens=True, start=5)
-    assert [half.next(token) for token in ids[1:]] == [5, 11, 11, 12, 12, 13]
+    behind = TextOffsets(codec, skip_special_tokens=True, start=5).next
+    assert list(map(behind, ids[1:])) == [5, 11, 11, 12, 12, 13]
     for parts in ([[3, 5, 6, 4, 5, 5]], [[3], [5], [6, 4, 5], [5]]):  # two bytes are a character, two are none
         stream = TextStream(codec)
         for part in parts:
@@ -176,8 +176,8 @@ def test_a_completion_begins_with_the_space_in_front_of_it(llm: LLM, monkeypatch
     whole = reference(llm, messages(QUESTIONS[0]), max_tokens=40)
     ids = whole.prompt_token_ids + whole.outputs[0].token_ids
     cut = next(n for n in range(len(whole.prompt_token_ids) + 1, len(ids)) if llm.codec.decode(ids[n:])[0] == " ")
-    steps = [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
-    monkeypatch.setattr(llm.codec.tokenizer.backend_tokenizer, "decoder", decoders.Sequence(steps))
+    steps = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    monkeypatch.setattr(llm.codec.tokenizer.backend_tokenizer, "decoder", steps)
     rest = reference(llm, ids[:cut], max_tokens=len(ids) - cut).outputs[0]
     assert rest.token_ids == ids[cut:] and llm.codec.decode(ids[cut:])[0] != " "
     assert llm.codec.decode(ids[:cut]) + rest.text == llm.codec.decode(ids)
@@ -264,9 +264,7 @@ def test_vllms_names_on_both_endpoints(client: openai.OpenAI, fields: dict[str, 
         assert reason == "stop" and check(text)
 
 
-def test_without_the_library_the_answer_says_what_to_install(
-    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_library_the_answer_says_what_to_install(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 
     core = server.llm.core

@@ -45,7 +45,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     # The messages of a chat
     (CHAT, {}, "messages", "Missing required parameter: 'messages'"),
     chat({"messages": []}, "messages", "at least 1 item"),
-    chat({"messages": [{"role": "user"}]}, "messages", "a role and a content, both text: message 0 is"),
+    chat({"messages": [{"role": "user"}]}, "messages", "a role and a content, texts: message 0 is"),
     said({"role": "wizard"}, ".role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
     said({"content": 5}, ".content", "a text, not 5"),
     said({"content": [{"type": "image_url", "image_url": {}}]}, ".content", "not {'image_url'"),
@@ -63,7 +63,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     # Sampling parameters: what the server adds to the rules of SamplingParams
     chat({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be an integer from 1"),
     chat({"max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
-    chat({"min_tokens": 1_000_000}, "min_tokens", "min_tokens (1000000) is above max_tokens ("),
+    chat({"min_tokens": 1_000_000}, "min_tokens", "min_tokens 1000000 does not fit: the prompt leaves "),
     chat({"method": "draft-model"}, "method", "drafter"),
     chat({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 entries, not 301"),
     chat({"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -190,6 +190,7 @@ def test_the_api_key_is_asked_for(guarded: ThreadServer) -> None:
                 assert response.status_code == 401
                 assert error_of(response)["code"] == "invalid_api_key" and key not in response.text
         assert stranger.get("/health").status_code == 200
+        assert stranger.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
         assert metrics(stranger)[refused] == before + 12
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError):

@@ -118,7 +118,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     """The dimensions that the entries of a config.json give a network of the family. Raises CheckpointError."""
     defaults = dict(family.defaults)
     if "num_key_value_heads" in fields.data:
-        defaults.setdefault("num_key_value_heads", None)  # null means one per query head
+        defaults["num_key_value_heads"] = None  # null means one per query head
     places = (*map(fields.section, _ROPE_SECTIONS), fields)
     if (theta := stated("rope_theta", Annotated[float, ROPE_BASE], *places)) is not None:
         defaults["rope_theta"] = theta

@@ -247,6 +247,8 @@ def refuse_windows(fields: Fields, family: Family, layers: int) -> None:
         return
     if _SLIDING in (fields.data.get("layer_types") or ()):
         raise fields.fault("layer_types", f"is {_SLIDING!r}, which is not implemented: every layer must be {_FULL!r}")
+    hint = "set it to null for texts of no more tokens than the window, or use another model"
+    fields = replace(fields, source=replace(fields.source, advice=hint))
     switch = "sliding_window" if family.windowed else "use_sliding_window"
     found = f"is {shown(fields.data[switch])}" if fields.has(switch) else "is left out, which means a window"
     raise fields.fault(switch, f"{found}: layers with {_SLIDING!r} are not implemented")

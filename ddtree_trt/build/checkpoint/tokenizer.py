@@ -15,6 +15,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Source
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a folder of more, by their names
 
 
 def find_tokenizer(checkpoint: Path) -> Path:
@@ -44,6 +45,14 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
         path = (checkpoint if name == GENERATION_CONFIG else source) / name
         if path.is_file():
             shutil.copyfile(path, destination / name)
+    if named := {path.stem: path.read_text("utf-8") for path in sorted((source / _TEMPLATES).glob("*.jinja"))}:
+        # An engine has no folders: as a list beside the settings, where transformers reads templates, too.
+        settings, default = json.loads((destination / _SETTINGS).read_text("utf-8")), destination / CHAT_TEMPLATE
+        if default.exists():
+            named["default"] = default.read_text("utf-8")
+            default.unlink()
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (destination / _SETTINGS).write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
     if not (destination / GENERATION_CONFIG).exists():
         text = json.dumps({"eos_token_id": list(stop_token_ids)}, indent=1)
         (destination / GENERATION_CONFIG).write_text(text + "\n", encoding="utf-8")

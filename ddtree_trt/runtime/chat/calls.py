@@ -185,6 +185,9 @@ class XmlCalls:
                 behind = start
             if whole := _BEHIND_JSON.match(text, behind):
                 return text[start:behind], whole.end()
+            at = _behind(_SPACE, text, behind)
+            if behind > start and not ended and any(t.startswith(text[at : at + len(t)]) for t in ENDS_OF_TEXT):
+                raise Incomplete
         value = _VALUE.match(text, start, end)
         assert value is not None, "anything is a value up to the end"
         return value[1], value.end()

@@ -125,9 +125,7 @@ def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
     if calls or "reasoning_content" in message:
         message.setdefault("content", "")
     if not all(isinstance(message.get(name), str) for name in ("role", "content")):
-        raise UsageError(
-            f"a chat message needs a role and a content, both text: message {place} is {shown(dict(given))}"
-        )
+        raise UsageError(f"a chat message needs a role and a content, texts: message {place} is {shown(dict(given))}")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise UsageError(f"the tool_calls of message {place} must be a list, not {shown(calls)}")
     if calls:  # templates ask whether the name is there

@@ -208,11 +208,9 @@ def _launch(engine: Engine, rounds: DeviceRounds, sequences: list[Sequence]) -> 
     longest, requests = engine.manifest.drafting.longest_draft, []
     for place, ((s, slot, _), nodes) in enumerate(zip(going, plan.ceilings(), strict=True)):
         params, chain = s.params, not s.method.branches
-        budget, looks = min(nodes, longest) if chain else nodes, plan.decisions[place] is not None
+        budget, look = min(nodes, longest) if chain else nodes, plan.decisions[place] is not None
         seed, tag = s.sampler.noise.target_seed, (s, plan, place)
-        requests.append(
-            RoundRequest(slot, s.bonus_token, budget, params.temperature, seed, chain, s.drafts, looks, tag)
-        )
+        requests.append(RoundRequest(slot, s.bonus_token, budget, params.temperature, seed, chain, s.drafts, look, tag))
     rounds.launch(requests)
     return True
 

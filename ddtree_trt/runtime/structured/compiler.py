@@ -72,9 +72,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._judge: WorkerProcess | None = None
         self._passed: dict[int, None] = {}
-        self._opening = lru_cache(_OPENINGS)(
-            lambda text: Opening(text, self._token_bytes, self._tokenizer.tokenize_bytes)
-        )
+        self._opening = lru_cache(_OPENINGS)(lambda s: Opening(s, self._token_bytes, self._tokenizer.tokenize_bytes))
 
     def passed(self, structured: StructuredOutput) -> bool:
         """Whether the constraint was checked lately, and can be used."""
@@ -103,10 +101,8 @@ class GrammarCompiler:
     def _try_apart(self, structured: StructuredOutput) -> None:
         with self._lock:
             if self._judge is None:
-                vocabulary = [self._tokenizer_text(), self._vocab_size, sorted(self._stop_ids)]
-                self._judge = WorkerProcess(
-                    f"{__name__}:judging", self.limits, "constraints cannot be tried", vocabulary
-                )
+                words = [self._tokenizer_text(), self._vocab_size, sorted(self._stop_ids)]
+                self._judge = WorkerProcess(f"{__name__}:judging", self.limits, "constraints cannot be tried", words)
         try:
             answer = self._judge.ask(json.dumps(asdict(structured)).encode())
         except LimitReached as limit:

@@ -87,10 +87,8 @@ class StructuredOutput:
         """The record of values by field name, or `json`; None is no value. Raises UsageError for an unknown name."""
         given = {("json_schema" if name == "json" else name): v for name, v in values.items() if v is not None}
         known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := [name for name in given if name not in known]:
-            raise UsageError(
-                f"structured: unknown name {shown(unknown[0])}; known are json, {', '.join(sorted(known))}"
-            )
+        if others := [name for name in given if name not in known]:
+            raise UsageError(f"structured: unknown name {shown(others[0])}; known are json, {', '.join(sorted(known))}")
         if values.get("json") is not None and values.get("json_schema") is not None:
             raise UsageError("structured: json and json_schema are the same; give one of them")
         return cls(**given)

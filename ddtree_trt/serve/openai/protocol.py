@@ -35,7 +35,7 @@ def _content(value: Any) -> Any:
                 pass
             case _:
                 raise ValueError(
-                    f"a part must be {{'type': 'text', 'text': ...}}, not {shown(part)}; this server takes text"
+                    f"a part must be {{'type': 'text', 'text': ...}}, not {shown(part)}; only texts are taken"
                 )
     return "".join(part["text"] for part in value)
 
@@ -223,7 +223,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
 
 def _invalid(error: ErrorDetails) -> ApiError:
     """The answer to an error of pydantic's, with the name of the parameter."""
-    kind, loc = error["type"], [str(part) for part in error["loc"] if part != "[key]"]
+    kind, loc = error["type"], [str(part) for part in error["loc"] if "[" not in str(part)]  # unions, keys
     if kind == UNKNOWN:
         loc.append(error["ctx"]["name"])
     param = cut(".".join(loc))

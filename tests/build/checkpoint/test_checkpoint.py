@@ -18,6 +18,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
 from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.families import QWEN2, QWEN3, Family
 
 # What is read
 
@@ -61,8 +62,9 @@ def test_a_configuration_in_either_form(tmp_path: Path, config: dict[str, Any], 
     assert load_checkpoint(make_target(tmp_path, config=config)).dims == replace(TARGET_DIMS, **expected)
 
 
-def test_null_kv_heads_means_one_per_query_head(tmp_path: Path) -> None:
-    make_target(tmp_path, num_kv_heads=4)
+@pytest.mark.parametrize("family", [QWEN2, QWEN3])
+def test_null_kv_heads_means_one_per_query_head(tmp_path: Path, family: Family) -> None:
+    make_target(tmp_path, family=family, num_kv_heads=4)
     edit_json(tmp_path / "config.json", num_key_value_heads=None)
     assert load_checkpoint(tmp_path).dims.num_kv_heads == 4
 

@@ -169,7 +169,10 @@ OTHER_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is 'Qwen3ForSequenceClassification'"),
     ({"model_type": "mixtral"}, "model_type is 'mixtral', only dense Qwen3, Llama, "),
     ({"quantization_config": {"bits": 4}}, "quantization_config is set and not ModelOpt's"),
-    ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_attention"),
+    (
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        "set it to null for texts of no more tokens than",
+    ),
     ({"num_key_value_heads": None}, "has no num_key_value_heads"),
     ({"num_key_value_heads": 3}, "num_heads 32 is not a multiple of num_kv_heads 3"),
     ({"head_dim": 24}, "head_dim is 24, it must be a multiple of 16"),

@@ -89,9 +89,7 @@ def test_a_single_request_captures_nothing(machine: Machine) -> None:
         assert ("capture",) not in machine.cuda.log[start:]
 
 
-def test_the_graph_unused_longest_makes_room(
-    machine: Machine, engine: TrtEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_unused_longest_makes_room(machine: Machine, engine: TrtEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.network.MOST_CAPTURED", 2)
     first, second, third = (VerifyRequest(0, random_tree(np.random.default_rng(0), size, 2048)) for size in (1, 2, 4))
 
@@ -154,9 +152,7 @@ def test_errors_carry_cudas_names(
     engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
 
 
-def test_tensorrts_refusal_ends_the_recording(
-    machine: Machine, engine: TrtEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorrts_refusal_ends_recording(machine: Machine, engine: TrtEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
     execute = FakeContext.execute_async_v3
 

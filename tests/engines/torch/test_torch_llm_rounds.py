@@ -176,9 +176,7 @@ def test_a_failing_round_ends_those_in_it(host: LLM, device: LLM, prompts: list[
     assert device.generate(prompts[0], greedy())[0].outputs == host.generate(prompts[0], greedy())[0].outputs
 
 
-def test_profiling_waits_for_rounds_under_way(
-    directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiling_waits_for_rounds(directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next stage would count the rest of a round launched ahead as its own."""
     with LLM(directory, threads=1, device_rounds="on", exact_stage_times=True) as llm:
         settled: list[None] = []
@@ -318,9 +316,7 @@ def test_device_and_host_draw_the_same_tokens(
     assert other.outputs[0].token_ids != tokens[0][0]
 
 
-def test_budgets_learn_from_rounds_on_the_device(
-    device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budgets_learn_from_rounds_on_device(device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept of every round's tree."""
     kept: list[int] = []
     observe = AutoBudget.observe

@@ -113,9 +113,7 @@ def half(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("columns", "inner", "biased"), [(100, 576, True), (33, 48, False)])
-def test_rows_are_those_of_any_number_of_rows(
-    launch: Callable[..., None], columns: int, inner: int, biased: bool
-) -> None:
+def test_rows_are_those_of_any_number(launch: Callable[..., None], columns: int, inner: int, biased: bool) -> None:
     """Widths that no tile divides, in fp16 and with logits of float32; nothing is written beside the result."""
     products = FixedOrder(launch, SHARED_BYTES, pdl=False)
     x, weight = half(max(ROWS), inner, seed=0), half(columns, inner, seed=1)

@@ -178,9 +178,7 @@ def test_what_was_drafted_comes_with_the_result(engine: TorchEngine, prompts: li
     assert rounds.read().results[0].drafted is None
 
 
-def test_states_wait_no_longer_than_there_is_room(
-    engine: TorchEngine, prompts: list[Any], plain: list[list[int]]
-) -> None:
+def test_states_wait_while_there_is_room(engine: TorchEngine, prompts: list[Any], plain: list[list[int]]) -> None:
     """Rounds without a draft leave theirs to the next one; those of many are taken in by a pass without a block. Then
     drafts are what they are behind the same tokens, prefilled."""
     block, rounds = engine.manifest.drafting.block_size, rounds_of(engine)
@@ -256,9 +254,7 @@ OTHER_WORK: dict[str, Callable[[TorchEngine], Any]] = {
 
 
 @pytest.mark.parametrize("work", OTHER_WORK)
-def test_other_work_on_a_slot_forgets_what_was_launched_for_it(
-    engine: TorchEngine, prompts: list[Any], work: str
-) -> None:
+def test_other_work_on_a_slot_forgets_what_was_launched(engine: TorchEngine, prompts: list[Any], work: str) -> None:
     """The other slot's rounds are read as if nothing had been."""
     rounds = rounds_of(engine)
     bonus = prefill(engine, prompts[:2])

@@ -127,7 +127,7 @@ def test_special_tokens_in_a_call_stand_for_themselves() -> None:
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("kinds", [{}, {"type": ["object", "null"]}, {"type": "integer"}, {"type": ["null", "array"]}])
 def test_arguments_are_objects_whatever_their_schema_allows(name: ToolParser, kinds: dict[str, Any]) -> None:
-    write, _, _ = FORMATS[name]
+    write: Any = FORMATS[name][0]
     schema = {**kinds, "properties": {"q": {"$ref": "#/$defs/q"}}, "required": ["q"], "$defs": {"q": {"const": 1}}}
     constraint = constraint_of(name, read_use(strict(schema), "required", None), "never")
     assert constraint is not None
@@ -136,8 +136,7 @@ def test_arguments_are_objects_whatever_their_schema_allows(name: ToolParser, ki
             compiler()[1].check(constraint)
     else:
         assert allows(constraint, write("f", {"q": 1})) and not allows(constraint, write("f", {"q": 2}))
-        for value in (5, None, [], "x"):
-            assert not allows(constraint, write("f", value))  # type: ignore[arg-type]
+        assert not any(allows(constraint, write("f", value)) for value in (5, None, [5], "x"))
 
 
 def strict(parameters: Any) -> list[Any]:
@@ -210,8 +209,6 @@ def test_what_xml_calls_cannot_be_held_to_is_refused(schema: Any, message: str) 
 
 
 def test_parameters_of_which_a_schema_says_nothing_have_any_names() -> None:
-    use = read_use(
-        [{"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}], "required", None
-    )
+    use = read_use(strict({"type": "object"}), "required", None)
     constraint = constraint_of("qwen3_coder", use, "never")
-    assert constraint is not None and allows(constraint, coder("g", {"any": "x", "thing": 5}))
+    assert constraint is not None and allows(constraint, coder("f", {"any": "x", "thing": 5}))

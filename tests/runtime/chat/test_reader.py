@@ -114,7 +114,7 @@ CALLS_IN: dict[str, Case] = {
     ),
     "tags in a list, and in what is none": (
         XML,
-        '<tool_call><function=f><parameter=list>["</parameter>", "</function>"]</parameter><parameter=on>["x"</function>',
+        '<function=f><parameter=list>["</parameter>", "</function>"]</parameter><parameter=on>["x"</function>',
         None,
         [("f", '{"list": ["</parameter>", "</function>"], "on": "[\\"x\\""}')],
     ),
@@ -153,7 +153,7 @@ WORDS = st.text(st.sampled_from("<tool_call>{}\"':, /=function&parameter\\\n;nam
 def test_any_text_in_any_pieces(words: list[str], tools: ToolFormat | None, data: st.DataObject) -> None:
     """Texts of marks in disorder: nothing fails, and nothing is lost but white space around calls."""
     marks = ["<tool_call>", '{"name": "f", "arguments": {"a": "', "</tool_call>", "<function=f>", "<parameter=a>"]
-    marks += ["</parameter>", "</function>", "<think>", "</think>", "<|python_tag|>", '"}}']
+    marks += ["</parameter>", "</function>", "<think>", "</think>", "<|python_tag|>", '"}}', '["', '"]']
     text = "".join(itertools.chain(*((data.draw(st.sampled_from(marks)), word) for word in words)))
     thinking: Thinking = data.draw(st.sampled_from(["never", "open", "possible"]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

@@ -79,7 +79,7 @@ def test_messages_for_templates() -> None:
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        ({"role": "user"}, "needs a role and a content, both text: message 0 is"),
+        ({"role": "user"}, "needs a role and a content, texts: message 0 is"),
         ({"role": "assistant", "content": "", "tool_calls": ["f"]}, r"tool_calls\[0\] of message 0 must be"),
         ({"role": "assistant", "tool_calls": [call("{")]}, r"arguments of tool_calls\[0\] .* JSON object, not '{'"),
     ],

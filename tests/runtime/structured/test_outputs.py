@@ -176,9 +176,7 @@ def test_one_constraint_that_fails_while_it_runs_ends_its_own_request(llm: LLM) 
         list(llm.stream(PROMPT, params[1]))
 
 
-def test_a_constraint_that_compiles_for_long_delays_its_own_sequence_only(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_constraint_that_compiles_long_delays_its_own_sequence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go, matcher = threading.Event(), GrammarCompiler.matcher
     monkeypatch.setattr(GrammarCompiler, "matcher", lambda *given: go.wait() and matcher(*given))
     make = llm.core.maker.make
@@ -223,9 +221,7 @@ def stranger(llm: LLM) -> Iterator[GrammarCompiler]:
 
 
 @pytest.mark.parametrize(("fields", "reason"), DEADLY, ids=[reason[:20] for _, reason in DEADLY])
-def test_what_would_end_the_process_is_refused(
-    stranger: GrammarCompiler, fields: dict[str, object], reason: str
-) -> None:
+def test_what_would_end_process_is_refused(stranger: GrammarCompiler, fields: dict[str, object], reason: str) -> None:
     structured = StructuredOutput.from_mapping(fields)
     with pytest.raises(UsageError, match=rf"structured: {structured.kind} .* cannot be used: .*{reason}"):
         stranger.check(structured)

@@ -42,9 +42,7 @@ def test_text_equals_generate(
         assert last["acceptance_rate"].shape == last["total_draft_tokens"].shape == (1,) * (1 + ("vllm" not in model))
 
 
-def test_sixteen_streams_while_metrics_are_scraped(
-    server: TritonServer, llm: LLM, prompts: list[str], model: str
-) -> None:
+def test_streams_while_metrics_are_scraped(server: TritonServer, llm: LLM, prompts: list[str], model: str) -> None:
     sampling = {"max_tokens": 96, "ignore_eos": True}
     jobs = [prompts[i % len(prompts)] for i in range(16)]
     truth = {prompt: expected(llm, prompt, **sampling) for prompt in set(jobs)}
