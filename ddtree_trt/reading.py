@@ -204,9 +204,8 @@ def _fields_of(cls: type[Any], **kinds: Any) -> Any:
 
     hints = typing.get_type_hints(cls, include_extras=True) | kinds
     optional = {f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) != (dataclasses.MISSING,) * 2}
-    fields = {
-        f.name: NotRequired[hints[f.name]] if f.name in optional else hints[f.name] for f in dataclasses.fields(cls)
-    }
+    names = [f.name for f in dataclasses.fields(cls)]
+    fields = {name: NotRequired[hints[name]] if name in optional else hints[name] for name in names}
     return TypedDict(cls.__name__, fields)  # type: ignore[operator]
 
 

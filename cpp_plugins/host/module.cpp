@@ -183,7 +183,7 @@ void compact_cache(const Output& cache, int64_t slot, int64_t head_dim, int64_t 
         bad_value("slot and start must not be negative, and slot be one of the cache's");
     }
     for (int64_t j = 0; j < m; ++j) {
-        if (kept[j] < 0 || (j > 0 && kept[j] <= kept[j - 1]) || start + kept[j] >= rows) {
+        if (kept[j] < 0 || (j > 0 && kept[j] <= kept[j - 1]) || kept[j] >= rows - start) {
             bad_value("keep must be strictly increasing, not negative, and within the rows: keep[" + std::to_string(j) +
                       "] is " + std::to_string(kept[j]));
         }

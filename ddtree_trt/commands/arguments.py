@@ -18,9 +18,7 @@ from ddtree_trt.runtime.params import PARAMETERS
 from ddtree_trt.runtime.structured.record import STRUCTURED, StructuredOutput
 
 EngineDirectory = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")]
-NewestByDefault = Annotated[
-    Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest engine under engines/.")
-]
+NewestByDefault = Annotated[Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest of engines/.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _Command = Callable[..., None]

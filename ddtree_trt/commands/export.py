@@ -17,9 +17,7 @@ def export_triton(
     engine_dir: EngineDirectory,
     repository: Annotated[Path, typer.Argument(metavar="REPO_DIR", help="A model repository; made if missing.")],
     model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name, else the engine's.")] = None,
-    gpus: Annotated[
-        str, typer.Option(metavar="LIST", help="GPUs such as 0,1. Default: GPU 0 for an engine that needs one.")
-    ] = "",
+    gpus: Annotated[str, typer.Option(metavar="LIST", help="GPUs such as 0,1. Default: 0 if one is needed.")] = "",
     *,
     options: triton.ExportOptions,
 ) -> None:

@@ -44,9 +44,9 @@ def run(
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
-    if list_examples and (json or compare or show_tree or raw or prompt or system or chat_template_arg or example):
-        raise UsageError("--list-examples shows the engine's examples; give it alone")
     if list_examples:
+        if json or compare or show_tree or raw or chat_template_arg or (prompt, example, system) != (None,) * 3:
+            raise UsageError("--list-examples shows the engine's examples; give it alone")
         from ddtree_trt.terminal.console import print_examples
 
         load_manifest(directory)  # refuses what is no engine

@@ -20,6 +20,7 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import MAX_COUNT, DDTreeError, EngineError, UsageError, check_range, shown
 from ddtree_trt.runtime.params import MAX_SEED
+from ddtree_trt.runtime.values import check_text
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.options import ANSWER_OPTIONS, ReplicaOptions, ServeOptions
 
@@ -27,6 +28,7 @@ Row = dict[str, Any]  # an answer as a line of OpenAI's batch output
 Ask = Callable[["OfflineRequest"], Awaitable[Row]]  # of an engine
 Starting = Callable[[], Awaitable[None]]  # waits until an engine is there
 _URLS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}  # by the field that only this body has
+_ENDS = ".part", ".tmp"  # of files beside the output while it is made
 _REQUESTS_PER_SLOT = 2  # under way at a time, so that the next is there when one ends
 
 
@@ -75,6 +77,8 @@ def map_prompts(
     check_range("seed", seed, 0, MAX_SEED)
     engine_dir = engine_dir.resolve()
     slots = load_manifest(engine_dir).limits.max_batch
+    if source.resolve() in [output.resolve().parent / f"{output.name}{end}" for end in ("", *_ENDS)]:
+        raise UsageError(f"{source} is what {output} is written by; choose another --output-file")
     requests = read_requests(source, seed)
     options = replace(
         options or ServeOptions(), max_requests=MAX_COUNT, max_waiting=MAX_COUNT, max_body_bytes=1 << 30,
@@ -138,6 +142,7 @@ def _request(line: str, number: int, seed: int) -> OfflineRequest:
     custom_id, body = row.pop("custom_id", str(number)), row.get("body", row)
     if not isinstance(custom_id, str) or not isinstance(body, dict):
         raise UsageError(f"custom_id must be a text and body an object, not {shown(custom_id)} and {shown(body)}")
+    check_text("custom_id", custom_id)
     urls: list[Any] = [url for field, url in _URLS.items() if field in row] if body is row else [row.get("url")]
     if len(urls) != 1 or urls[0] not in _URLS.values():
         either, known = " or ".join(_URLS), " or ".join(_URLS.values())
@@ -257,10 +262,10 @@ class _Answers:
     def __init__(self, output: Path, run: Mapping[str, object]) -> None:
         """The answers that an interrupted run has left. Raises UsageError for an output or answers of another run."""
         self._output = output
-        self._part = output.with_name(output.name + ".part")
         self.places: dict[str, int] = {}  # where the answers begin, by `custom_id`
         if output.exists():
             raise UsageError(f"{output} is there already; remove it or choose another --output-file")
+        self._part, self._whole = (output.with_name(output.name + end) for end in _ENDS)
         with self._disk_errors():
             self._part.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._part.open("a+b")
@@ -282,6 +287,8 @@ class _Answers:
             if end:
                 self.places[custom_id] = end
             elif row != run:
+                if self._file.seek(0, os.SEEK_END) == len(line):  # it came to no answer
+                    break
                 name = next(name for name in {**run, **row} if row.get(name) != run.get(name))
                 raise UsageError(
                     f"{self._part} has answers of a run with another {name} ({row.get(name)}, here {run.get(name)}); "
@@ -306,9 +313,8 @@ class _Answers:
     def finish(self, order: Sequence[str], resumed: int) -> OfflineResult:
         """Write the output in this order, and remove the part. Raises as `append` does."""
         found: Counter[str] = Counter()
-        whole = self._output.with_name(self._output.name + ".tmp")
         with self._disk_errors():
-            with whole.open("wb") as file:
+            with self._whole.open("wb") as file:
                 for custom_id in order:
                     self._file.seek(self.places[custom_id])
                     line = self._file.readline()
@@ -318,7 +324,7 @@ class _Answers:
                     found["tokens"] += response["body"].get("usage", {}).get("completion_tokens", 0)
                 file.flush()
                 os.fsync(file.fileno())
-            whole.replace(self._output)
+            self._whole.replace(self._output)
             self._part.unlink()
         return OfflineResult(len(order), found["refused"], found["tokens"], resumed)
 

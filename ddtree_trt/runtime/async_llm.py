@@ -256,7 +256,7 @@ class AsyncLLM(Client):
         if sequences > room:
             raise UsageError(f"n {sequences} is more than the {room} sequences that may run or wait here; lower it")
         if self._admitted + sequences > room:
-            raise QueueFull(f"{self.waiting} sequences are waiting, at most {self.max_waiting} may; try again later")
+            raise QueueFull(f"{self._admitted} sequences run or wait, at most {room} may; try again later")
 
     def _command(self, command: Callable[[], None]) -> None:
         if self._forked:  # a submission that was closed, or collected as garbage, in a forked process

@@ -62,9 +62,7 @@ COUNTERS = (
     ),
 )
 # A counter for each position of a draft, from 0, in the label `position`.
-POSITIONS = _each(
-    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "Rounds that accepted here.", "accepted_by_position")
-)
+POSITIONS = _each(("vllm:spec_decode_num_accepted_tokens_per_pos_total", "Rounds that accept.", "accepted_by_position"))
 # To which each sequence adds its observations when it has ended.
 HISTOGRAMS = (
     *_each(

@@ -27,10 +27,8 @@ class CompletionOutput:
 
     def joined(self, later: CompletionOutput) -> CompletionOutput:
         """This part of a stream joined with the next one."""
-        logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or [])
-        return replace(
-            later, text=self.text + later.text, token_ids=self.token_ids + later.token_ids, logprobs=logprobs
-        )
+        probs = None if self.logprobs is None else self.logprobs + (later.logprobs or [])
+        return replace(later, text=self.text + later.text, token_ids=self.token_ids + later.token_ids, logprobs=probs)
 
 
 @dataclass(frozen=True)

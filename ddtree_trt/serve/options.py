@@ -41,9 +41,7 @@ class ServeOptions(EngineOptions):
     )
     request_log: bool = option(True, "Log every request that ends: its tokens, times and tokens a round.")
     access_log: bool = option(False, "Log every HTTP exchange.")
-    allowed_origins: str = option(
-        "", "Whose pages may call from browsers, comma-separated; * is any. Default: none.", "ORIGINS"
-    )
+    allowed_origins: str = option("", "Pages that may call, comma-separated; * is any. Default: none.", "ORIGINS")
     playground: bool = option(False, "Also serve /playground, a page that draws each round's tree.")
 
     def __post_init__(self) -> None:

@@ -195,6 +195,4 @@ def hint(prompt: str, examples: Examples | None) -> None:
         return
     if len(prompt.split()) < min(len(each.split()) for each in examples.prompts):
         sys.stdout.flush()  # the answer comes first, also where both go into one file
-        print_note(
-            f"hint: this model knows only {examples.knows}; --list-examples shows prompts, --example answers one"
-        )
+        print_note(f"hint: this model knows only {examples.knows}; --list-examples shows prompts, --example asks one")

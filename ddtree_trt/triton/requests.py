@@ -43,6 +43,9 @@ _NEUTRAL = {
     "spaces_between_special_tokens": True,
 }
 # Parameters whose values are not text: where they are given as text, it is parsed.
+_NOT_HERE = {
+    "echo": "exclude_input_in_output=false puts the prompt in front", "prompt_logprobs": "no output would hold them"
+}  # fmt: skip
 _FROM_TEXT = {name for name, row in PARAMETERS.items() if row.type not in (str, tuple[str, ...], StructuredOutput)}
 
 
@@ -73,7 +76,7 @@ def parse(
     for name, array in inputs.items():
         if (row := layout.inputs.get(name)) is None:
             raise UsageError(f"input {shown(name)} is unknown; remove it from the request and from config.pbtxt")
-        if row.only and not (array.size and all(value in row.only for value in _values(name, array))):
+        if row.only and not all(value in row.only for value in _values(name, array)):
             raise UsageError(f"{name} takes {' or '.join(map(repr, row.only))} only; leave it out")
     if "text_input" not in inputs:
         raise UsageError("text_input is missing; give the prompt as one string")
@@ -120,6 +123,9 @@ def _sampling_params(inputs: Inputs, layout: Layout, parameters: Mapping[str, An
         if field in fields:
             raise UsageError(f"{field} is given twice, the second time by {where}; give it once")
         fields[field] = value
+    for field, why in _NOT_HERE.items():
+        if fields.get(field) is not None and fields[field] is not False:
+            raise UsageError(f"{field} cannot be had: {why}; leave it out")
     if log_probs:
         fields.setdefault("logprobs", 0)
     return SamplingParams.from_mapping(fields)

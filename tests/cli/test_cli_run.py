@@ -74,9 +74,7 @@ def test_show_tree_draws_every_round(cli: Cli, tiny_engine: Path) -> None:
     assert out.startswith("round 1: 0 nodes, committed 1: ") and out.count("\nround") == 6
 
 
-def test_the_newest_engine_is_the_default(
-    cli: Cli, tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newest_engine_is_default(cli: Cli, tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     missing = "error: no engine under engines/; build one with: ddtree-trt build --target tiny\n"
     assert cli("run", "--prompt", "x") == (1, "", missing)

@@ -42,9 +42,7 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 @given(options=OPTIONS, prompt=TOKENS, output=TOKENS, seed=st.integers(0, 10**6))
 @settings(max_examples=400)
-def test_distribution_is_the_documented_one(
-    options: dict[str, Any], prompt: list[int], output: list[int], seed: int
-) -> None:
+def test_distribution_is_as_stated(options: dict[str, Any], prompt: list[int], output: list[int], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, VOCAB).astype(np.float32)
     params, stops = SamplingParams(**options), (2, 5)
     tested = Sampler(params, VOCAB, prompt, frozenset(stops))
@@ -161,9 +159,7 @@ def test_a_draft_that_rounding_alone_rejects_is_kept() -> None:
     ],
     ids=str,
 )
-def test_draft_tokens_are_drawn_at_the_requests_temperature_and_filters(
-    options: dict[str, Any], expected: list[float]
-) -> None:
+def test_draft_tokens_are_drawn_as_the_request_says(options: dict[str, Any], expected: list[float]) -> None:
     tested = sampler(**{"temperature": 1.0, "seed": 1, **options})
     log_probs, ids = np.log(np.array([0.5, 0.3, 0.2], np.float32)), np.array([4, 2, 6], np.int32)
     draws = [tested.draft(log_probs, ids, depth) for depth in range(300)]

@@ -169,8 +169,7 @@ def test_logprobs_are_the_targets_own(method: str, temperature: float) -> None:
     assert c.prompt_logprobs[0] is None
     for i, entry in enumerate([*c.prompt_logprobs, *c.logprobs][1:], 1):
         assert entry == logprob(TARGET.row(whole[:i]), whole[i], 2 if i < len(asked) else 3)
-    output = c.output_so_far()
-    assert output.cumulative_logprob == pytest.approx(sum(e.logprob for e in c.logprobs))
+    assert c.output_so_far().cumulative_logprob == pytest.approx(sum(e.logprob for e in c.logprobs))
 
 
 def test_only_profiling_waits_for_the_engine() -> None:

@@ -98,8 +98,7 @@ def test_compiled_tree_has_the_root_on_top(tree: DraftTree, root: int) -> None:
 @settings(max_examples=300)
 def test_walk_and_descend_follow_the_choices(tree: DraftTree, choices: list[int], stop: int) -> None:
     expected = follow(tree, choices)
-    found = _native.walk(tree.parents, tree.token_ids, np.array(choices[: len(tree) + 1]))
-    assert found.tolist() == expected
+    assert _native.walk(tree.parents, tree.token_ids, np.array(choices[: len(tree) + 1])).tolist() == expected
     asked: list[int] = []
 
     def choose(node: int) -> int | None:

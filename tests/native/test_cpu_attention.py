@@ -239,6 +239,7 @@ GOOD |= {"cache": np.zeros((2, 3, 1, head_bytes(32, 128, False)), np.uint8), "ke
         ({"keep": np.array([0, 124], np.int32)}, ValueError, r"keep\[1\] is 124"),
         ({"keep": np.array([0, 1])}, TypeError, "keep must have dtype int32"),
         ({"start": -1}, ValueError, "start"),
+        ({"start": 2**63 - 1, "keep": np.array([1], np.int32)}, ValueError, r"keep\[0\] is 1"),
         ({"slot": 3}, ValueError, "slot"),
         ({"rows": 129}, ValueError, "multiple of 64"),
         ({"head_dim": 0}, ValueError, "positive"),

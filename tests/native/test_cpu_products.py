@@ -89,6 +89,15 @@ def test_a_row_does_not_depend_on_the_others(width: int, how: dict[str, Any]) ->
     assert not single[4].any()
 
 
+@pytest.mark.parametrize("width", [17, 130])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_gives_no_number(width: int, value: float) -> None:
+    x = np.ones((5, width), np.float32)
+    x[[1, 2, 3], [0, width // 2, -1]] = value
+    found = np.isfinite(run(session(np.ones((width, OUTPUTS), np.float32)), x))
+    assert found[[0, 4]].all() and not found[1:4].any()
+
+
 def test_fine_outputs_have_no_error_of_their_weights() -> None:
     """Only that of the rows remains, which is the same in all outputs; the others are as without fine ones."""
     rng = np.random.default_rng(2)

@@ -156,9 +156,7 @@ def test_it_has_the_libraries_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.startswith(f"{library.WHEEL}-") and "-py3-none-manylinux_" in wheel.name
 
 
-def test_the_package_finds_its_libraries_until_it_is_removed(
-    distributions: Any, wheel: Path, empty: Any, tmp_path: Path
-) -> None:
+def test_packages_find_libraries_until_removed(distributions: Any, wheel: Path, empty: Any, tmp_path: Path) -> None:
     def call(*words: object) -> Any:
         return empty.run("python", *words, cwd=tmp_path)
 
@@ -170,5 +168,4 @@ def test_the_package_finds_its_libraries_until_it_is_removed(
     assert all(Path(path).parent.name == library.WHEEL for path in paths)
     assert all(Path(path).is_relative_to(empty.directory) for path in paths)
     assert call("-m", "pip", "uninstall", "--yes", "--quiet", "ddtree-trt-cuda13").returncode == 0
-    missing = call("-c", FOUND)
-    assert "MissingDependency: native library libddtree_plugins.so is not built" in missing.stderr
+    assert "MissingDependency: native library libddtree_plugins.so is not built" in call("-c", FOUND).stderr

@@ -35,9 +35,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-OPTIONS = {
-    name: {o for p in c.params for o in [*p.opts, *p.secondary_opts]} | {"--help"} for name, c in COMMANDS.items()
-}
+OPTIONS = {n: {o for p in c.params for o in [*p.opts, *p.secondary_opts]} | {"--help"} for n, c in COMMANDS.items()}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

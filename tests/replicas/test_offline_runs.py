@@ -134,6 +134,18 @@ def test_a_full_disk_is_said_in_one_line_and_run_goes_on_later(tmp_path: Path, m
     assert result == OfflineResult(1, 1, 0, 0) and json.loads(output.read_text(encoding="utf-8")) == row
 
 
+def test_a_run_overwrites_neither_its_requests_nor_answers(tiny_engine: Path, tmp_path: Path) -> None:
+    output, part = tmp_path / "out", tmp_path / "out.part"
+    for name in ("out", "out.part", "out.tmp"):
+        (path := tmp_path / name).write_text('{"prompt": "a", "max_tokens": 2}')
+        with pytest.raises(UsageError, match=r"is what .*out is written by; choose another --output-file"):
+            map_prompts(tiny_engine, path, output)
+        path.unlink()
+    part.write_text('{"engine": "another, which came to no answer"}\n')
+    offline._Answers(output, {"engine": "this"})
+    assert json.loads(part.read_text()) == {"engine": "this"}
+
+
 def test_a_place_that_cannot_be_written_is_said_without_talk_of_space(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DDTreeError, match=r"(Not a directory|File exists); choose another --output-file$"):
@@ -198,6 +210,7 @@ def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:
         ({"prompt": "x", "stream": True}, "stream cannot be had"),
         ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "either messages or prompt, or a body with the url"),
         ({"prompt": "x", "custom_id": "1"}, "that of an earlier line"),
+        ({"prompt": "x", "custom_id": "\ud83d"}, "custom_id must be valid Unicode"),
     ],
 )
 def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, line: object, complaint: str) -> None:

@@ -168,8 +168,7 @@ def test_a_forked_process_cannot_wait_for_the_parents_worker(tiny_engine: Path) 
             lambda: asyncio.run(llm.drain()),
             lambda: asyncio.run(llm.abort("x")),
         ):
-            said = in_a_fork(call)
-            assert said.startswith(f"UsageError: this AsyncLLM was loaded by process {os.getpid()}")
+            assert in_a_fork(call).startswith(f"UsageError: this AsyncLLM was loaded by process {os.getpid()}")
         assert in_a_fork(llm.shutdown) == "no error"
         assert asyncio.run(complete(llm, PROMPT, SHORT)).finished
     finally:

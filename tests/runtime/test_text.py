@@ -133,8 +133,7 @@ def test_stops_and_limits_hold_at_any_boundary(script: list[int], options: dict[
     while len(script) < params.min_tokens or stops & set(script[: params.min_tokens]):
         script = [t for t in script if t not in stops] + [next(t for t in range(5, 99) if t not in stops)]
     output, parts, metrics = say(script, params, accepted)
-    found = output.text, output.token_ids, output.finish_reason, output.stop_reason
-    assert found == truth(script, params, EOS)
+    assert (output.text, output.token_ids, output.finish_reason, output.stop_reason) == truth(script, params, EOS)
     assert params.max_tokens is not None
     assert metrics.output_tokens == len(output.token_ids) <= params.max_tokens
     assert "".join(part.text for part in parts) == output.text

@@ -82,8 +82,7 @@ def test_stops_and_ends(client: openai.OpenAI, llm: LLM) -> None:
     assert (choice.message.content, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
     kept = ask(client, stop=[stop, "never"], include_stop_str_in_output=True)
     assert kept.choices[0].message.content == whole[: whole.index(stop) + len(stop)]
-    at_once = ask(client, stop_token_ids=[llm.codec.encode(whole)[0]])
-    assert at_once.usage.completion_tokens == 1
+    assert ask(client, stop_token_ids=[llm.codec.encode(whole)[0]]).usage.completion_tokens == 1
     past_the_end = ask(client, max_tokens=100, ignore_eos=True)
     assert (past_the_end.choices[0].finish_reason, past_the_end.usage.completion_tokens) == ("length", 100)
 
@@ -166,8 +165,7 @@ def test_texts_and_places_of_tokens_that_begin_with_a_space(tmp_path: Path) -> N
     assert list(map(behind, ids[1:])) == [5, 11, 11, 12, 12, 13]
     for parts in ([[3, 5, 6, 4, 5, 5]], [[3], [5], [6, 4, 5], [5]]):  # two bytes are a character, two are none
         stream = TextStream(codec)
-        for part in parts:
-            stream.push(part)
+        list(map(stream.push, parts))
         stream.flush()
         assert stream.text == " thereé!\ufffd\ufffd"
 

@@ -80,6 +80,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     prompt({"prompt": ["a", [1]]}, "prompt", "a list of texts or of such lists"),
     prompt({"prompt": [999_999]}, "prompt", "outside the vocabulary"),
     prompt({"prompt": ["x"] * 265}, "prompt", "265 completions in one request; at most 264"),
+    prompt({"prompt": ["x"] * 5, "n": 60}, "n", "300 completions in one request; at most 264"),
     # Tokens, and the playground
     (TOKENIZE, {}, "prompt", "one of prompt and messages"),
     (TOKENIZE, {"prompt": "x", "tools": [TOOL]}, "messages", "need messages"),

@@ -190,9 +190,7 @@ def test_a_call_that_must_be(chats: Callable[[str], Chat], family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "opening"), [("thinker", ""), ("qwen", "<think>\n")])
-def test_reasoning_before_a_call_that_must_be_and_before_json(
-    chats: Callable[[str], Chat], family: str, opening: str
-) -> None:
+def test_reasoning_before_a_call_and_before_json(chats: Callable[[str], Chat], family: str, opening: str) -> None:
     chat, thought = chats(family), f"{opening}I reason.\n</think>\n\n"
     choice = chat.create(thought + "I will not.", tools=[CLOCK], tool_choice="required", max_tokens=90)
     assert choice.message.model_extra["reasoning_content"] == "I reason." and called(choice) == [("clock", {})]

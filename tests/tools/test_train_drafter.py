@@ -284,8 +284,7 @@ def test_one_command_writes_answers_trains_and_publishes(
     for found in told[0].values():
         assert list(found) == ["chain", "ddtree-2", "ddtree-8", "first"]
         assert 1 <= found["chain"] <= 4 and found["ddtree-2"] <= found["ddtree-8"]
-    chats = data.read(tmp_path / "work" / "chats.safetensors")
-    assert [len(a.spans) for a in chats] == [3]
+    assert [len(a.spans) for a in data.read(tmp_path / "work" / "chats.safetensors")] == [3]
     card = (tmp_path / "README.md").read_text()
     assert "DFlashDraftModel" in card and "2 steps" in card and f"| final | {told[0]['final']['chain']:.3f} |" in card
     rows = [json.loads(line) for line in (tmp_path / "work" / "prompts.jsonl").read_text().splitlines()]
@@ -302,9 +301,7 @@ def test_one_command_writes_answers_trains_and_publishes(
     ("kind", "shortlist", "window"),
     [("dflash", False, 0), ("dflash", True, 0), ("dflash", False, 5), ("dspark", False, 0), ("dspark", True, 5)],
 )
-def test_the_package_drafts_as_the_training_code(
-    folder: Path, tmp_path: Path, kind: str, shortlist: bool, window: int
-) -> None:
+def test_it_drafts_as_the_training_code(folder: Path, tmp_path: Path, kind: str, shortlist: bool, window: int) -> None:
     """An exported drafter, built with its target: the same log-probabilities, and factors of pairs."""
     target = load_target(str(folder), 2)
     model = make_drafter(target, replace(DRAFTER, kind=kind, window=window))

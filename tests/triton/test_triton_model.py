@@ -206,6 +206,8 @@ HOSTILE: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (raw('{"seed": 1' + "0" * 400 + "}"), "seed must be an integer from 0 to .* not 1000", {}),
     (raw('{"seed": ' + "9" * 5000 + "}"), "sampling_parameters: it is not valid JSON: number out of range", {}),
     (raw("[" * 100_000), "it is not valid JSON: recursion limit exceeded", {}),
+    (raw('{"echo": true}'), "echo cannot be had: exclude_input_in_output=false puts the prompt in front", {}),
+    (raw('{"prompt_logprobs": 0}'), "prompt_logprobs cannot be had: no output would hold them; leave it out", {}),
     (raw("{"), "it is not valid JSON: EOF while parsing an object .*; give an object of names and values", {}),
     (raw('["' + "x" * 5000 + '"]'), "must be a JSON object, not", {}),
     (trtllm(), "unknown sampling parameter", {"\ud800": 1}),

@@ -75,10 +75,17 @@ struct Rounded {
 Rounded round_row(const float* x, int64_t size, Value* out, int64_t padded) {
     float most = 0;
     int64_t i = 0;
-    V high{};
-    for (; i + LANES <= size; i += LANES) high = larger(high, larger(load(x + i), -load(x + i)));
+    V high{}, none{};  // 0, and NaN where a value is not finite, which comparisons forget: the scale is then NaN, too
+    for (; i + LANES <= size; i += LANES) {
+        high = larger(high, larger(load(x + i), -load(x + i)));
+        none += load(x + i) * 0;
+    }
     most = highest(high);
-    for (int64_t j = i; j < size; ++j) most = std::max(most, std::abs(x[j]));
+    for (int64_t j = i; j < size; ++j) {
+        most = std::max(most, std::abs(x[j]));
+        none[0] += x[j] * 0;
+    }
+    for (int lane = 0; lane < LANES; ++lane) most += none[lane];
     const float by = most > 0 ? 127 / most : 0;
     constexpr float SHIFT = 12582912.0f;  // 1.5 · 2^23: the nearest integer is in the last bits
     uint32_t shift;

@@ -15,7 +15,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Source
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-CHAT_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a folder of more, by their names
+_CHAT_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a folder of more, by their names
 
 
 def find_tokenizer(checkpoint: Path) -> Path:
@@ -36,7 +36,8 @@ def find_tokenizer(checkpoint: Path) -> Path:
 
 def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
     """Copy the tokenizer's files, or write those that say what a GGUF file does; generation_config.json is the
-    checkpoint's, or says at least where text ends. Raises OSError when the destination cannot be written."""
+    checkpoint's, or says at least where text ends. Raises OSError when the destination cannot be written, and
+    CheckpointError where one of several chat templates cannot be read."""
     if is_gguf(source):
         for name, content in tokenizer_files(open_gguf(source).metadata).items():
             (destination / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
@@ -45,13 +46,17 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
         path = (checkpoint if name == GENERATION_CONFIG else source) / name
         if path.is_file():
             shutil.copyfile(path, destination / name)
-    if named := {path.stem: path.read_text("utf-8") for path in sorted((source / _TEMPLATES).glob("*.jinja"))}:
+    if templates := sorted((source / _TEMPLATES).glob("*.jinja")):
         # An engine has no folders: as a list beside the settings, where transformers reads templates, too.
-        settings, default = json.loads((destination / _SETTINGS).read_text("utf-8")), destination / CHAT_TEMPLATE
-        if default.exists():
-            named["default"] = default.read_text("utf-8")
-            default.unlink()
-        settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        default = destination / _CHAT_TEMPLATE
+        named = {path.stem: path for path in templates} | ({"default": default} if default.exists() else {})
+        try:
+            settings = json.loads((destination / _SETTINGS).read_text("utf-8"))
+            listed = [{"name": name, "template": path.read_text("utf-8")} for name, path in named.items()]
+        except ValueError as error:
+            raise CheckpointError(f"{source} has a template or settings that cannot be read: {error}") from error
+        settings["chat_template"] = listed
+        default.unlink(missing_ok=True)
         (destination / _SETTINGS).write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
     if not (destination / GENERATION_CONFIG).exists():
         text = json.dumps({"eos_token_id": list(stop_token_ids)}, indent=1)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -179,10 +180,9 @@ class XmlCalls:
     def _value(self, text: str, start: int, end: int, kinds: set[str], ended: bool) -> tuple[str, int]:
         """A parameter's value and the place behind its end, in a call that ends at `end` if the value is a text."""
         if text[start] in "[{" and (not kinds or kinds & {"object", "array"}):
-            try:
+            behind = start
+            with suppress(Malformed):
                 behind = _behind_json(text, start, ended)
-            except Malformed:
-                behind = start
             if whole := _BEHIND_JSON.match(text, behind):
                 return text[start:behind], whole.end()
             at = _behind(_SPACE, text, behind)

@@ -150,7 +150,7 @@ class _SlotRound(_Part):
             try:
                 s.on_round(Round(self.root_token, self.drafted, path, s.bonus_token, self.decision))
             except Exception as error:  # of the last round, too
-                s.error, s.finish_reason = error, "error"
+                s.error, s.finish_reason = s.error or error, "error"
 
 
 def each(parts: Iterable[_Part], work: str, *columns: Iterable[Any]) -> None:

@@ -51,7 +51,7 @@ def judging(vocabulary: Any) -> Work:
 # between two masks. A state of a sequence's lexer has 1 to 2 kB.
 _LIMITS: Any = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 _REMEMBERED = 1024  # constraints that were tried, by their hashes
-_OPENINGS = 16
+_OPENINGS = 4
 
 
 class GrammarCompiler:
@@ -119,7 +119,9 @@ class GrammarCompiler:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
         matcher = Matcher(self._compile(structured), self._vocab_size, ending, self._stop_ids - ending)
         matcher.mask()  # takes most of the work; the library keeps it
-        matcher.opening = None if structured.after is None else self._opening(structured.after)
+        if structured.after is not None:
+            matcher.opening = opening = self._opening(structured.after)
+            opening.crossing(opening.size - 1)  # which many tokens may cross
         return matcher
 
     def close(self) -> None:
@@ -153,9 +155,8 @@ class GrammarCompiler:
                 f"structured output needs the package llguidance, which is not installed; {install_with('structured')}"
             ) from error
         try:
-            return LLTokenizer(
-                self._tokenizer_text(), n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids) or None
-            )
+            ends = sorted(self._stop_ids) or None
+            return LLTokenizer(self._tokenizer_text(), n_vocab=self._vocab_size, eos_token=ends)
         except ValueError as error:
             raise UsageError(f"structured: this engine's tokenizer cannot be constrained: {error}") from error
 

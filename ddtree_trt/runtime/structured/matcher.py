@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-_KEPT = 8  # states of an opening whose crossing tokens are
+_KEPT = 2  # states of an opening whose crossing tokens are
 
 
 class Opening:
@@ -94,7 +94,7 @@ class Matcher:
         self._ending = ending
         self._banned = banned
         self.opening: Opening | None = None
-        self._place = 0  # the opening's state
+        self._place, self._before = 0, dict[int, Mask]()  # the opening's state, and the masks of those that were
         self.ended = False
         self._since_mask = 0  # tokens taken
 
@@ -124,23 +124,20 @@ class Matcher:
     def mask(self) -> Mask:
         """The tokens that may be next, bool [V]. Raises UsageError where there are none or a limit is met."""
         if self.opening is not None:
-            mask = np.ones(self._vocab_size, bool)
-            if crossing := self.opening.crossing(self._place):
-                first = self._of_grammar()
-                for token, (begin, *more) in crossing:
-                    mask[token] = first[begin] and (not more or self.allows(token))
-            return mask
-        mask = self._of_grammar()
+            if (mask := self._before.get(self._place)) is None:
+                mask = self._before[self._place] = np.ones(self._vocab_size, bool)
+                for token, behind in self.opening.crossing(self._place):
+                    mask[token] = self._state.validate_tokens(behind) == len(behind)
+                _check(self._state)
+            return mask.copy()
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        _check(self._state)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = self._state.is_accepting()
         if not mask.any():
             raise UsageError("structured: no token of the model's vocabulary continues the output")
         return mask
-
-    def _of_grammar(self) -> Mask:
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-        _check(self._state)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def advance(self, token: int) -> None:
         """Take an emitted token. Raises UsageError for one that is not allowed."""

@@ -150,9 +150,11 @@ class TextCodec:
         return list(self.tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids[-1:])
 
     @cached_property
-    def takes_bytes(self) -> bool:
-        """Whether tokens of bytes are decoded together, so that one may spoil what those before it say."""
-        return "ByteFallback" in repr(self.tokenizer.backend_tokenizer.decoder)
+    def bytes(self) -> frozenset[int]:
+        """Tokens of a byte that are decoded together, so that one may spoil what those before it say."""
+        vocabulary, decoder = self.tokenizer.get_vocab(), repr(self.tokenizer.backend_tokenizer.decoder)
+        names = map("<0x{:02X}>".format, range(256 * ("ByteFallback" in decoder)))
+        return frozenset(vocabulary[name] for name in names if name in vocabulary)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -221,7 +223,7 @@ class TextStream:
     def push(self, tokens: Sequence[int], *, may_stop: bool = True) -> Stop | None:
         """Add tokens; returns the stop string that they complete first, if any, at which the text is cut."""
         if not self._stop:
-            for part in [[token] for token in tokens] if self._codec.takes_bytes else [tokens]:
+            for part in [tokens] if self._codec.bytes.isdisjoint(tokens) else [[token] for token in tokens]:
                 self.text += self._add(part)
             return None
         for token in tokens:

@@ -21,7 +21,8 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     service.check(body)
     given = body.sampling()
-    _check_total(service, len(body.prompt) * max(given.get("n", 1), 1))
+    n = max(given.get("n", 1), 1)
+    _check_total(service, len(body.prompt) * n, "prompt" if n == 1 else "n")
     prompts = [await service.encode(p, "prompt") for p in body.prompt]
     echo = given.pop("echo", False)  # here, where a prompt's text is known
     if echo:
@@ -40,13 +41,11 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     return await respond(service, body, request_id, submissions, kinds, choices.whole, choices.parts)
 
 
-def _check_total(service: Service, sequences: int) -> None:
+def _check_total(service: Service, sequences: int, param: str) -> None:
     llm = service.llm
     if llm.max_waiting is not None and sequences > llm.slots + llm.max_waiting:
-        message = (
-            f"{shown(sequences)} completions in one request; at most {llm.slots + llm.max_waiting} may run or wait here"
-        )
-        raise invalid(message, "prompt")
+        message = f"{shown(sequences)} completions in one request; at most {llm.slots + llm.max_waiting} are taken"
+        raise invalid(message, param)
 
 
 class _Choices:

@@ -267,8 +267,7 @@ def test_quantised_without_what_belongs_to_it(
 def test_groups_that_do_not_come_out_even(tmp_path: Path) -> None:
     whole = "which packs two rows in one and has rows of whole groups"
     uneven = quantize(make_target(tmp_path / "a"), "W4A16_AWQ", config={"group_size": 24})
-    message = refusal(uneven)
-    assert f"[64, 32] cannot be W4A16_AWQ, {whole}, of 24 values here" in message
+    assert f"[64, 32] cannot be W4A16_AWQ, {whole}, of 24 values here" in refusal(uneven)
     scales = {"up_proj.weight_scale": np.ones((48, 5), np.float32)}
     untold = quantize(make_target(tmp_path / "b"), "W4A16_AWQ", config={"group_size": None}, replace=scales)
     assert whole in refusal(untold)

@@ -132,8 +132,7 @@ def test_the_packaged_drafter_fits_the_published_model() -> None:
     drafter = load_checkpoint(source.directory)
     assert drafter.kind.name == "dflash" and drafter.kind.target_layers == 30
     assert drafter.dims.table == (49152, 576)
-    weights = source.directory / "model.safetensors"
-    assert weights.stat().st_size < 28e6
+    assert (source.directory / "model.safetensors").stat().st_size < 28e6
     assert (source.directory / "NOTICE").is_file()
     with pytest.raises(CheckpointError, match="is a DFlash drafter, not a target"):
         compile_engine(BuildRequest(target="x", checkpoint=source.directory, drafter=source.directory))

@@ -76,8 +76,7 @@ def test_prefill_and_a_tree(checkpoint: Checkpoint, tmp_path: Path) -> None:
     logits = np.asarray(engine.verify([VerifyRequest(0, tree)])[0].logits)
     for leaf in sorted(set(range(12)) - set(tree.parents.tolist())):
         path = path_to(tree, leaf)
-        expected = exact([*prompt, *tree.token_ids[path]])[0][-len(path) :]
-        assert error(logits[path], expected) < bound
+        assert error(logits[path], exact([*prompt, *tree.token_ids[path]])[0][-len(path) :]) < bound
 
 
 def bf16_graph(checkpoint: Checkpoint, folder: Path, floats: str = "bfloat16") -> onnx.ModelProto:

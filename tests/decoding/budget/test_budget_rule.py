@@ -370,8 +370,7 @@ def test_what_a_busy_machine_taught_is_soon_unlearnt(reopened: bool, within: flo
         shared.costs.learn(0, min(nodes, 1), [nodes], load * machine.draft_s(1), load * machine.verify_s([1 + nodes]))
     if reopened:
         shared.costs = Costs(shared.costs.corrected, shared.max_nodes)
-    spent_s = play(machine, answers, 1, lambda: AutoBudget(shared))[0]
-    assert spent_s <= within * seconds_of(machine, answers, 1)
+    assert play(machine, answers, 1, lambda: AutoBudget(shared))[0] <= within * seconds_of(machine, answers, 1)
 
 
 @pytest.mark.parametrize("slots", [1, 8])

@@ -24,9 +24,7 @@ def ancestors_of(trees: list[list[int]]) -> Ancestors:
 
 
 def kept_for(d: DeltaNet, batch: int, rows: int) -> Kept:
-    keys, values = (
-        torch.empty(batch, rows, *each) for each in ((d.key_heads, d.key_dim), (d.value_heads, d.value_dim))
-    )
+    keys, values = (torch.empty(batch, rows, *e) for e in ((d.key_heads, d.key_dim), (d.value_heads, d.value_dim)))
     decays = torch.empty(batch, rows, d.value_heads, dtype=torch.float64)
     return Kept(keys, values, decays, torch.empty(batch, rows, d.channels))
 

@@ -82,9 +82,7 @@ def test_a_draft_has_the_candidates_that_were_asked_for(
             assert (np.diff(found.log_probs) <= 0).all()
 
 
-def test_the_head_is_read_for_the_positions_that_a_tree_can_reach(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_is_read_for_positions_that_trees_reach(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rounds on the host; on the device by the next of few numbers, of trees of twice the size where they are looked
     at."""
     rows: list[int] = []
@@ -146,9 +144,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     assert captured == before
 
 
-@pytest.mark.parametrize(
-    ("pair", "error"), [("packaged", 0.03), *((family, 0.05) for family in (*BY_SWITCHES, "hybrid"))]
-)
+@pytest.mark.parametrize(("pair", "error"), [("packaged", 0.03), *((f, 0.05) for f in (*BY_SWITCHES, "hybrid"))])
 def test_the_kernels_are_called_right(
     pair: str, error: float, open_on_kernels: Callable[[Path], TorchEngine], tmp_path: Path
 ) -> None:

@@ -144,8 +144,7 @@ def test_whether_an_answer_begins_with_reasoning() -> None:
     ]
     for template, kwargs, parser, expected in cases:
         codec = codec_of(template)
-        ids = codec.encode(chat, kwargs)
-        assert ChatFormat(codec, reasoning_parser=parser).thinking(ids) == expected
+        assert ChatFormat(codec, reasoning_parser=parser).thinking(codec.encode(chat, kwargs)) == expected
 
 
 def test_special_tokens_are_kept_one_by_one() -> None:

@@ -25,7 +25,7 @@ from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.tree import DraftTree
 
 # Tokens of several letters end and cross an opening in every way.
-TOKENS = ["a", "b", "c", "<", ">", "ab", "c>", "<c", ">a", ">ab", "<c>", "<c>b", "a<", "c>c", "bb", "<end>"]
+TOKENS = ["a", "b", "c", "<", ">", "ab", "c>", "<c", ">a", ">ab", "<c>", "<c>b", "a<", "c>c", "bb", ">ba", "<end>"]
 END = len(TOKENS) - 1
 EXPRESSION = "a(b|c)*|b{1,3}c?"
 LONGEST = 6
@@ -87,6 +87,9 @@ def test_masks_are_those_of_the_texts(after: str | None) -> None:
             expected = [reaches([*output, token], after) for token in range(END + 1)]
             assert whole.mask().tolist() == expected, joined(output)
             assert [whole.allows(token) for token in range(END + 1)] == expected
+            for token in np.flatnonzero(expected[:END]).tolist():
+                if after is None or after in joined([*output, token]):
+                    assert (whole.allowed_length([token, END]) == 2) == reaches([*output, token, END], after)
             following = [token for token in range(END) if expected[token]]
             if not following or size(joined(output), after) > LONGEST:
                 break

@@ -62,6 +62,14 @@ def test_every_form(llm: LLM, fields: dict[str, Any], expression: str, temperatu
         jsonschema.validate(json.loads(found.text.removeprefix("<call>").removesuffix("</call>")), SCHEMA)
 
 
+def test_masks_in_front_of_a_grammar_that_begins_in_one_way(llm: LLM) -> None:
+    matcher = llm.core.maker.grammars.matcher(StructuredOutput(regex="the answer[0-9]+", after=" "), frozenset())
+    mask = matcher.mask().tolist()
+    assert mask == [matcher.allows(token) for token in range(len(mask))]
+    texts = [llm.codec.decode([token]) for token, allowed in enumerate(mask) if allowed]
+    assert {" ", " t", " the"} <= set(texts) and " a" not in texts
+
+
 def test_every_choice_is_reached(llm: LLM) -> None:
     choices = ("a cat", "a car", "a", "dog", "12")
     found = outputs(llm, StructuredOutput(choice=choices), temperature=5.0, n=64, method="ddtree", tree_budget=4)

@@ -194,7 +194,7 @@ CHAIN = 4  # γ of an autoregressive drafter
 class Letters:
     """A codec for tiny vocabularies: token 0 is "a", token 1 "b", …"""
 
-    letter, takes_bytes = [0], False
+    letter, bytes = [0], frozenset[int]()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, keep: object = ()) -> str:
         return "".join(map(_letter, token_ids))

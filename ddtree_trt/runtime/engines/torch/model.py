@@ -94,9 +94,8 @@ class Decoder:
             weights = layer.router, layer.gate_up, layer.down
             mixed = mixture(h, *weights, self.dims.experts, self.math.swiglu)
             if layer.shared_gate_up is not None and layer.shared_down is not None and layer.shared_gate is not None:
-                shared = self._product(
-                    self._product.swiglu(h, layer.shared_gate_up, self.math.swiglu), layer.shared_down
-                )
+                gated = self._product.swiglu(h, layer.shared_gate_up, self.math.swiglu)
+                shared = self._product(gated, layer.shared_down)
                 mixed = mixed + self._product(h, layer.shared_gate).sigmoid() * shared
             return self._shard.all_reduce(mixed)
         inner = self._product.swiglu(h, layer.gate_up, self.math.swiglu)
