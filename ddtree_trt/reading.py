@@ -302,6 +302,10 @@ class Fields:
     def place(self, name: str) -> str:
         return _join(self.path, name)
 
+    def advising(self, advice: str) -> Fields:
+        """The same, whose faults have other advice than the source's."""
+        return dataclasses.replace(self, source=dataclasses.replace(self.source, advice=advice))
+
     def integer(self, name: str, within: Between, default: int = _REQUIRED) -> int:
         return self.value(name, Annotated[int, within], default)
 

@@ -28,7 +28,8 @@ VERIFIED = "verified.json"  # that the files were checked, and what they were th
 # Added when an engine is opened; not in a manifest's `files`: another machine has its own.
 OF_THIS_MACHINE = (KERNEL_CACHE, PROFILE, VERIFIED)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+CHAT_TEMPLATE = "chat_template.jinja"
+OPTIONAL_TOKENIZER_FILES = (CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json")
 ENGINES = Path("engines")  # where engines go, and are looked for, when no directory is named
 _HASH_BLOCK = 4 << 20
 # Names of engines and of their files: none leaves a directory, looks like an option, or means anything to a shell.

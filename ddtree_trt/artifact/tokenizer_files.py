@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ddtree_trt.artifact.files import CHAT_TEMPLATE
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.reading import Source, read_object
 
 
 def has_chat_template(directory: Path) -> bool:
     """Whether the tokenizer in a directory has a chat template, without loading it. False where it is unreadable."""
-    if (directory / "chat_template.jinja").is_file():
+    if (directory / CHAT_TEMPLATE).is_file():
         return True
     path = directory / "tokenizer_config.json"
     try:

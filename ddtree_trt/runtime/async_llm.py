@@ -191,17 +191,17 @@ class AsyncLLM(Client):
         on_round: Watcher | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
+        text: str | None = None,
     ) -> Submission:
         """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` and `tools` are as for
-        `LLM.generate`, `on_round` is as for `LLM.stream`: it is called on the worker thread, and must be quick.
+        `LLM.generate`, `on_round` as for `LLM.stream`: on the worker thread, so be quick. `text`: what token ids say.
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
         self._check_process()
         params = sampling_params or SamplingParams()
-        request = self.core.maker.make(
-            prompt, params, request_id, on_round=on_round, chat_template_kwargs=chat_template_kwargs, tools=tools
-        )
+        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools, "text": text}
+        request = self.core.maker.make(prompt, params, request_id, on_round=on_round, **given)
         submission = Submission(request, lambda: self._command(partial(self._cancel, request)))
         for sequence in request.sequences:
             sequence.owner = submission

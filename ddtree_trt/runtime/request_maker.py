@@ -106,9 +106,10 @@ class RequestMaker:
         device_rounds: DeviceRoundsMode | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
+        text: str | None = None,
     ) -> Request:
         """The request of a prompt, with its n sequences. `device_rounds` overrides the mode of all requests;
-        `chat_template_kwargs` and `tools` are for a prompt of chat messages.
+        `chat_template_kwargs` and `tools` are for a prompt of chat messages, `text` is what one of token ids says.
 
         Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot honour.
         """
@@ -128,7 +129,7 @@ class RequestMaker:
         self._check(ids, params, ending)
         mode = device_rounds or self.device_rounds
         why_host = request_host_reason(mode, self._engine, params, watched=on_round is not None)
-        text, echo = prompt if isinstance(prompt, str) else None, ""
+        text, echo = prompt if isinstance(prompt, str) else text, ""
         if params.echo:
             echo = text or codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
         sequences = []

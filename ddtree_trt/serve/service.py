@@ -128,10 +128,11 @@ class Service:
         *,
         names: Mapping[str, str] | None = None,
         on_round: Watcher | None = None,
+        text: str | None = None,
     ) -> Submission:
-        """Submit a request, which the end of the exchange with the client cancels; `names` are as for `params`."""
+        """Submit a request, which the end of the exchange cancels; `names` are as for `params`, `text` for `echo`."""
         try:
-            submission = self.llm.submit(ids, params, request_id, on_round=on_round)
+            submission = self.llm.submit(ids, params, request_id, on_round=on_round, text=text)
         except UsageError as error:
             raise _named(error, prompt_param, names or {}) from error
         request.state.cleanup.enter_context(submission)

@@ -128,8 +128,7 @@ def refuse_unknown(fields: Fields, table: Known) -> None:
 
 def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
     """The error for a field; `hint` replaces the source's advice, since the file may be as it was published."""
-    hinted = replace(fields, source=replace(fields.source, advice=hint))
-    return hinted.fault(name, f"is {shown(fields.data[name])}, which is not implemented")
+    return fields.advising(hint).fault(name, f"is {shown(fields.data[name])}, which is not implemented")
 
 
 # Which dialect a file is
@@ -247,8 +246,7 @@ def refuse_windows(fields: Fields, family: Family, layers: int) -> None:
         return
     if _SLIDING in (fields.data.get("layer_types") or ()):
         raise fields.fault("layer_types", f"is {_SLIDING!r}, which is not implemented: every layer must be {_FULL!r}")
-    hint = "set it to null for texts of no more tokens than the window, or use another model"
-    fields = replace(fields, source=replace(fields.source, advice=hint))
+    fields = fields.advising("set it to null for texts of no more tokens than the window, or use another model")
     switch = "sliding_window" if family.windowed else "use_sliding_window"
     found = f"is {shown(fields.data[switch])}" if fields.has(switch) else "is left out, which means a window"
     raise fields.fault(switch, f"{found}: layers with {_SLIDING!r} are not implemented")

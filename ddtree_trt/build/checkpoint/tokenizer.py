@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact.files import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
+from ddtree_trt.artifact.files import CHAT_TEMPLATE, OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
@@ -15,7 +15,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Source
 
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-_CHAT_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a folder of more, by their names
+_TEMPLATES = "additional_chat_templates"  # a folder of more, by their names
 
 
 def find_tokenizer(checkpoint: Path) -> Path:
@@ -36,8 +36,7 @@ def find_tokenizer(checkpoint: Path) -> Path:
 
 def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
     """Copy the tokenizer's files, or write those that say what a GGUF file does; generation_config.json is the
-    checkpoint's, or says at least where text ends. Raises OSError when the destination cannot be written, and
-    CheckpointError where one of several chat templates cannot be read."""
+    checkpoint's, or says where text ends. Raises OSError for the destination, CheckpointError for a template."""
     if is_gguf(source):
         for name, content in tokenizer_files(open_gguf(source).metadata).items():
             (destination / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
@@ -48,7 +47,7 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
             shutil.copyfile(path, destination / name)
     if templates := sorted((source / _TEMPLATES).glob("*.jinja")):
         # An engine has no folders: as a list beside the settings, where transformers reads templates, too.
-        default = destination / _CHAT_TEMPLATE
+        default = destination / CHAT_TEMPLATE
         named = {path.stem: path for path in templates} | ({"default": default} if default.exists() else {})
         try:
             settings = json.loads((destination / _SETTINGS).read_text("utf-8"))

@@ -23,20 +23,20 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     given = body.sampling()
     n = max(given.get("n", 1), 1)
     _check_total(service, len(body.prompt) * n, "prompt" if n == 1 else "n")
-    prompts = [await service.encode(p, "prompt") for p in body.prompt]
-    echo = given.pop("echo", False)  # here, where a prompt's text is known
+    echo = given.get("echo", False)
     if echo:
         given["prompt_logprobs"] = given.get("logprobs")
     params = cache(lambda room: service.params(given, room, {}, DEFAULT_MAX_TOKENS))
-    calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
+    prompts = [(await service.encode(p, "prompt"), p if isinstance(p, str) else None) for p in body.prompt]
+    calls = [(ids, params(service.max_seq_len - len(ids)), text) for ids, text in prompts]
     await service.compile(calls[0][1], given)
     request_id = new_id("cmpl")
     # No await between the first and the last: on QueueFull, those already submitted are cancelled at once.
-    submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
+    submissions = [
+        service.submit(request, ids, p, f"{request_id}-{i}", "prompt", text=t) for i, (ids, p, t) in enumerate(calls)
+    ]
     n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
-    decode = partial(service.llm.codec.decode, skip_special_tokens=skip)
-    echoes = [p if isinstance(p, str) else decode(p) for p in body.prompt] if echo else None
-    choices = _Choices(service.texts, n, echoes, skip_special_tokens=skip)
+    choices = _Choices(service.texts, n, echo=echo, skip_special_tokens=skip)
     kinds = ("text_completion", "text_completion")
     return await respond(service, body, request_id, submissions, kinds, choices.whole, choices.parts)
 
@@ -51,20 +51,16 @@ def _check_total(service: Service, sequences: int, param: str) -> None:
 class _Choices:
     """Converts outputs to choices, numbered prompt by prompt; keeps each choice's text offset from part to part."""
 
-    def __init__(self, texts: TokenTexts, n: int, echoes: list[str] | None, *, skip_special_tokens: bool) -> None:
-        """`echoes`: the prompts' texts, which the choices begin with."""
-        self._texts, self._n, self._echoes, self._begun = texts, n, echoes, set[int]()
+    def __init__(self, texts: TokenTexts, n: int, *, echo: bool, skip_special_tokens: bool) -> None:
+        self._texts, self._n, self._echo = texts, n, echo
         self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
     def whole(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
         index = place * self._n + output.index
         logprobs = self._logprobs(index, part, output)
-        reason, text = finish_reason(output.finish_reason), output.text
-        if self._echoes is not None and index not in self._begun:
-            self._begun.add(index)
-            text = self._echoes[place] + text
-        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
+        reason = finish_reason(output.finish_reason)
+        return [{"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}]
 
     def parts(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
         """The choice, where the part says something."""
@@ -80,9 +76,9 @@ class _Choices:
         places: list[int] = []
         if index not in self._offsets:
             codec, skip, echo = self._texts.codec, self._skip_special_tokens, ""
-            if self._echoes is not None:
+            if self._echo:
                 tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
-                echo = self._echoes[index // self._n]
+                echo = part.prompt or codec.decode(part.prompt_token_ids, skip_special_tokens=skip)
                 left_out = codec.decode(part.prompt_token_ids, skip_special_tokens=False) != echo
                 places += map(TextOffsets(codec, skip_special_tokens=left_out).next, part.prompt_token_ids)
             self._offsets[index] = TextOffsets(codec, skip_special_tokens=skip, start=len(echo))

@@ -6,7 +6,7 @@ what the names stand for is stated here, as the models' own tokenizer.json have 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.models.decoder import TOKEN
@@ -55,7 +55,7 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 def tokenizer_files(metadata: Fields) -> dict[str, Any]:
     """File name → JSON content, as transformers reads them, of the tokenizer that a GGUF file's metadata has. Raises
     CheckpointError for what is missing, cannot be right, or is of a kind that is not supported."""
-    metadata = Fields(metadata.data, replace(metadata.source, advice="use the Hugging Face checkpoint of this model"))
+    metadata = metadata.advising("use the Hugging Face checkpoint of this model")
     split = _splitting(metadata)
     tokens = metadata.value(_TOKENS, list[str])
     types = metadata.value(_TYPES, list[int], [1] * len(tokens))

@@ -94,9 +94,8 @@ class HostOps:
                 states[WAITING - 1, slot] += len(nodes) * holds[n]
                 states[BONUS - 1, slot] = choices[n, nodes[-1]]
             said = torch.tensor([size, len(nodes)]), choices[n, path.clamp(min=0)], path
-            result[n] = torch.cat(
-                (*said, token_ids[n], parents[n], log_weights[n].view(torch.int32), outlook_depths[n])
-            )
+            drafted = token_ids[n], parents[n], log_weights[n].view(torch.int32), outlook_depths[n]
+            result[n] = torch.cat((*said, *drafted))
 
 
 class BlockOnDevice(Drafter):
